@@ -28,7 +28,7 @@ class Choice:
     """Choice of the kernels that run a layer."""
 
     own: bool  #: whether they are moeq's kernels, not the engine's
-    why: str  #: clause for the log that says what they are
+    why: str  #: clause for the log that names the kernels and the reason
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class EngineOptions:
 
     kernels: Kernels = "auto"  #: which kernels run converted layers
     prove: Proof = "sample"  #: which experts are proven where a source checkpoint is packed while it is loaded
-    #: `fp8` for kernels of moeq that quantise rows of activations to e4m3; `auto` as the format has them.
+    #: `fp8` for kernels of moeq that quantise rows of activations to e4m3; `auto` for those of the format.
     activations: Activations = "auto"
 
 
@@ -63,7 +63,7 @@ def engine_options(given: Mapping[str, Any] | None) -> EngineOptions:
     unknown = sorted(map(str, set(given) - set(_OPTIONS)))
     if unknown:
         what = f"moeq has no option {', '.join(unknown)} for engines"
-        raise MoeqError("usage.kernels", what, f"those there are: {', '.join(_OPTIONS)}")
+        raise MoeqError("usage.kernels", what, f"the options are {', '.join(_OPTIONS)}")
     found: dict[str, Any] = {}
     for name, (variable, values) in _OPTIONS.items():
         value = given.get(name, os.environ.get(variable) or values[0])
@@ -75,8 +75,8 @@ def engine_options(given: Mapping[str, Any] | None) -> EngineOptions:
     if found["activations"] == "fp8" and found["kernels"] == "engine":
         raise MoeqError(
             "usage.kernels",
-            "activations is fp8, which moeq's kernels multiply, and kernels is engine",
-            "leave one of both out",
+            "activations is fp8, which only moeq's kernels multiply, but kernels is engine",
+            "leave out one of the two",
         )
     return EngineOptions(**found)
 
@@ -93,9 +93,10 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
     """Choose the kernels of one layer.
 
     Args:
+        own: reason why moeq's kernels cannot run the layer, or None.
         slow: reason why moeq's kernels would be those for any GPU (mma.sync, portable) instead of those for this GPU,
             or None.
-        engine: reason why the engine's kernels cannot run it, or their name.
+        engine: reason why the engine's kernels cannot run the layer, or their name.
 
     Raises MoeqError: the reason, if the kernels that were asked for cannot run the layer; both reasons, if no kernels
     can. Options of the engine count as asked for unless moeq has kernels for this GPU.

@@ -33,7 +33,7 @@ class ConvertedQuantization(ABC):
     Attributes:
         inner: the engine's config of the source's method, or None.
         converted: whether the config is that of a converted checkpoint.
-        unread: why the engine does not read the other layers of a source, or None.
+        unread: error that says why the engine does not read the other layers of a source, or None.
     """
 
     def __init__(self, original: dict[str, Any] | None, *, converted: bool) -> None:

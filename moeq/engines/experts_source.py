@@ -77,7 +77,7 @@ class ExpertsSource(ABC):
     def fill(self, entry: LayerEntry, parts: Sequence[RankPart], rank: Rank, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors of a layer on one rank, by `{role}_{part}`, with its packed experts.
 
-        Parts follow each other in the tensors: one, and more if the rank holds replicas.
+        The tensors hold the rows of one part after the other: several parts if the rank holds replicas.
         """
 
     @abstractmethod
@@ -106,7 +106,7 @@ class ConvertedExpertsSource(ExpertsSource):
         require_arch(self.checkpoint, arch)
 
     def check_parts(self, entry: LayerEntry, parts: Sequence[RankPart], rank: Rank) -> None:
-        """Accept any: a rank reads the files of all."""
+        """Accept all parts: a rank can read the files of every rank."""
 
     def fill(self, entry: LayerEntry, parts: Sequence[RankPart], rank: Rank, tensors: Mapping[str, Tensor]) -> None:
         first = 0
@@ -127,8 +127,7 @@ class PackingExpertsSource(ExpertsSource):
 
     `decide` has to be called first, in the process of the rank.
 
-    Raises MoeqError `answer.nothing-to-convert`, `answer.not-convertible` if no deployment would have its experts
-    packed.
+    Raises MoeqError `answer.nothing-to-convert`, `answer.not-convertible` if its experts are packed for no deployment.
     """
 
     def __init__(self, checkpoint: Checkpoint, log: logging.Logger) -> None:
@@ -185,7 +184,7 @@ class PackingExpertsSource(ExpertsSource):
         return plan_layer(self.checkpoint, layer, layout, self.answer.question.ranks).entry
 
     def require_arch(self, arch: str) -> None:
-        """Accept any: layouts are chosen for the GPU that is here."""
+        """Accept every architecture: layouts are chosen for the GPU of this process."""
 
     def check_parts(self, entry: LayerEntry, parts: Sequence[RankPart], rank: Rank) -> None:
         if [part.experts for part in parts] != [plan_rank(entry, rank).experts]:
@@ -206,7 +205,7 @@ class PackingExpertsSource(ExpertsSource):
         self._unfilled.discard(entry.layer)
         self._seconds += time.monotonic() - begun
         if not self._unfilled:
-            self._packer = None  # with its buffers
+            self._packer = None  # frees its buffers
             if number == 0:
                 self._log_savings()
 
@@ -226,7 +225,7 @@ class PackingExpertsSource(ExpertsSource):
 def open_experts(where: str, revision: str | None, log: logging.Logger, *, converted: bool) -> ExpertsSource:
     """Open the checkpoint that an engine serves.
 
-    Raises MoeqError `usage.not-converted`, `source.*`, and for a source as `PackingExpertsSource`.
+    Raises MoeqError `usage.not-converted`, `source.*`, and for a source the errors of `PackingExpertsSource`.
     """
     checkpoint = open_checkpoint(where, revision)
     if checkpoint.kind == "converted":

@@ -25,7 +25,7 @@ class PackedMethod(ABC):
 
     experts: ExpertsSource  #: packed experts of the checkpoint that is served
     entry: LayerEntry  #: how the layer is packed
-    rank: Rank  #: the rank
+    rank: Rank  #: position of this process among the deployment's ranks
     parts: list[RankPart]  #: parts of the layer that the rank holds: one, and more if it holds replicas
     activations: Activations  #: activations that were asked for
 
@@ -51,7 +51,7 @@ class PackedMethod(ABC):
 
     @property
     def prepares_unfilled(self) -> bool:
-        """Whether moeq's kernels are prepared without a look at values: at no indices, and folding no scales."""
+        """Whether moeq's kernels are prepared without values: they check no indices and fold no scales."""
         return self.activations != "fp8" and not any(spec.act_order for spec in self.specs.values())
 
     def empty(self, dtype: torch.dtype, device: str | None = None) -> dict[str, torch.Tensor]:
@@ -82,8 +82,8 @@ class PackedMethod(ABC):
 
     @abstractmethod
     def held(self, layer: Any) -> tuple[int, ...] | None:
-        """Return the expert of every row of these tensors where load balancing moves them; None: those of `part`."""
+        """Return the expert of every row of these tensors where load balancing moves them, else None."""
 
     @abstractmethod
     def check_reload(self, layer: Any) -> None:
-        """Raise MoeqError `usage.reload` if new bytes in these tensors would not be all that kernels have to read."""
+        """Raise MoeqError `usage.reload` if kernels read more than the bytes of the served tensors."""

@@ -1,10 +1,10 @@
 """Write new weights of experts into an engine that runs: its reloads and weight updates in a checkpoint's names.
 
-Engines hand new tensors to the model class by the names that a checkpoint has. Those of experts that moeq's method
-fills are taken out here and written in place. The others go on to the class.
+Engines hand new tensors to the model class by the names that a checkpoint has. This
+module takes out those of experts that moeq's method fills and writes them in place. The class gets the others.
 
-Tensors come as the source names them, or stacked, from a converted folder: the one that is served, or another one of
-the same model.
+Tensors have the source's names, or are stacked tensors of a converted folder: the one that is served, or another one
+of the same model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ExpertReload:
         }
         self._numbers = {method.entry.prefix: method.entry.layer for method in methods}
         self._folded = [method.entry.layer for method in methods if method.folds_scales]
-        # One at a time, made for a layer whose tensors come: some trainers send a tensor to each call.
+        # There is one writer at a time. It outlives a call, since some trainers send one tensor a call.
         self._writer: Writer | None = None
         self._layer: int | None = None
         self._pending: dict[int, _Expert] = {}
@@ -106,7 +106,7 @@ class ExpertReload:
         layer, pending = self._layer, self._pending
         self._layer, self._pending = None, {}
         for expert, projections in pending.items():
-            assert layer is not None  # what is pending belongs to a layer
+            assert layer is not None  # pending tensors belong to a layer
             assert self._writer is not None
             self._writer.update_expert(layer, expert, projections)
             self.progress.wrote(layer, [expert])
@@ -165,14 +165,14 @@ class FolderReload:
                 f"{name} is not the tensor of {source.name}, and a stacked tensor does not say how it is packed",
                 "pass the tensors as the source checkpoint names them, or pass the path of the converted folder",
             )
-        if name in self._missing:  # those of other ranks are left to them
+        if name in self._missing:  # other ranks read the others
             self._begun.add(self._missing.pop(name))
 
     def finish(self) -> None:
         """Write the layers whose tensors came.
 
-        Raises MoeqError `usage.reload` if tensors of such a layer are missing; the errors of `refill_experts`, which
-        leave each expert old or new, those of the layers before new.
+        Raises MoeqError `usage.reload` if tensors of such a layer are missing, and the errors of `refill_experts`. Then
+        earlier layers are new, and each expert of this layer is old or new as a whole.
         """
         left = sorted(name for name, number in self._missing.items() if number in self._begun)
         if left:
@@ -190,7 +190,7 @@ class FolderReload:
 
 
 def divert(weights: Iterable[tuple[str, Tensor]], reload: ExpertReload) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that are not of converted experts, and write those that are.
+    """Yield the tensors that belong to no converted expert, and write the others in place.
 
     Raises MoeqError: the errors of `ExpertReload` and `FolderReload`.
     """

@@ -162,7 +162,7 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         self.beside = _dtypes_beside(model)
         for name, module in _experts(model):
             number = layer_number(name)
-            assert number is not None  # experts are in layers
+            assert number is not None  # experts lie in numbered layers
             entry = self._entry(number)
             ConvertedExperts(module, entry)
             module.config._experts_implementation = IMPLEMENTATION
@@ -190,7 +190,7 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         return found
 
     def _entry(self, layer: int) -> LayerEntry:
-        """Return how a layer is packed. Raises MoeqError if it is not, or for several ranks."""
+        """Return how a layer is packed. Raises MoeqError if it is not packed, or packed for several ranks."""
         if self.packing is not None:
             planned = self.packing.entry(layer)
             if planned is None:
@@ -241,14 +241,14 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _fill(self, module: Any) -> None:
         """Pack the experts of a layer into the parameters of its module."""
-        assert self.packing is not None  # the caller has looked
+        assert self.packing is not None  # the caller has checked it
         entry, rank = module.converted.entry, Rank()
         roles = tuple(f"{role}_" for role in STACKED_ROLES)
         tensors = {name: tensor.data for name, tensor in module.named_parameters() if name.startswith(roles)}
         self.packing.fill(entry, [plan_rank(entry, rank)], rank, tensors)
 
     def dequantize(self, model: Any, *more: Any, **named: Any) -> Any:
-        """Refuse with a hint, where transformers would say that it is not implemented."""
+        """Raise MoeqError with a hint; transformers' own method only says that it is not implemented."""
         raise MoeqError(
             "usage.dequantize",
             "packed experts are not made plain weights again inside transformers",
@@ -271,7 +271,7 @@ def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint
         raise MoeqError("usage.no-files", "a converted model needs its files: from_pretrained('DST')")
     folder = Path(checkpoint_files[0]).parent
     if folder.parent.name == "snapshots" and not (folder / MANIFEST_NAME).exists():
-        # A folder of the Hub's cache, CACHE/models--org--name/snapshots/COMMIT: transformers downloads what it knows.
+        # The Hub's cache, CACHE/models--org--name/snapshots/COMMIT: transformers has not downloaded the manifest.
         cached_file(model.config.name_or_path, MANIFEST_NAME, revision=folder.name, cache_dir=folder.parents[2])
     return open_converted(folder)
 

@@ -23,11 +23,11 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 if TYPE_CHECKING:
     from torch import Tensor
 
-# (16, 16): rows in 16s, bytes of K in 32s of two 16s.
+# Shuffle (16, 16): rows in tiles of 16, bytes of K in blocks of 32 that are two halves of 16.
 _SHUFFLED = Arrangement("n r16, k u2 x16 b2 -> n k u r x | b")
 _SHUFFLED_BYTES = Arrangement("n r16, k u2 x16 -> n k u r x")
 
-# a16w4: rows in 16s, bytes of K in 64s of four 16s. Tiles of 16 rows of gate and up alternate.
+# a16w4: rows in tiles of 16, bytes of K in blocks of 64 that are four of 16. Tiles of gate and up alternate.
 _A16W4 = Arrangement("n r16, k m4 x16 b2 -> n k m r x | b")
 _A16W4_W13 = Arrangement("h2 n r16, k m4 x16 b2 -> n h k m r x | b")
 _A16W4_BYTES = Arrangement("n r16, k m4 x16 -> n k m r x")
@@ -141,7 +141,7 @@ class AiterMXFP8(MXFP8Layout):
 
     `weight` F8_E4M3 `[N, K]`, `scale` uint8 `[N, G]`. AITER fills the scales of w2 up to 256 rows, all experts
     together, and to 8 groups with uninitialised memory, so here the hidden and the intermediate size have to be
-    multiples of 256. It takes the halves of w13 for gate and up, so there have to be both.
+    multiples of 256. AITER reads the halves of w13 as gate and up, so experts need both.
 
     Source: `shuffle_weight`, `shuffle_scale`; vLLM 0.33.0, `_aiter_ops.py` (`shuffle_mxfp8_moe_weights`).
     """
@@ -159,7 +159,7 @@ class AiterMXFP8(MXFP8Layout):
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         found = super().problems(spec)
         if spec.role == "w13" and not spec.gated:
-            found.append(Problem("layout.gate", "its kernel takes the rows of w13 for gate and up"))
+            found.append(Problem("layout.gate", "its kernel needs gate and up rows in w13"))
         if spec.role == "w2" and spec.n % 256:
             found.append(Problem("layout.n-multiple", not_multiple(f"N = {spec.n}", spec.n, 256)))
         return found

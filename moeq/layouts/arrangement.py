@@ -92,12 +92,12 @@ class Arrangement:
 
     @cached_property
     def row_multiple(self) -> int:
-        """Number that divides the number of rows."""
+        """Number of which the number of rows must be a multiple."""
         return math.prod(digit.radix or 1 for digit in self.rows)
 
     @cached_property
     def column_multiple(self) -> int:
-        """Number that divides the number of columns."""
+        """Number of which the number of columns must be a multiple."""
         return math.prod(digit.radix or 1 for digit in self.columns)
 
     @cached_property
@@ -107,7 +107,7 @@ class Arrangement:
         return math.prod(radix[digit.name] for digit in self.fields)
 
     def radices(self, rows: int, columns: int) -> dict[str, int]:
-        """Return the radix of every digit for a matrix of that size. Raises ValueError where a size does not divide."""
+        """Return the radix of every digit for a matrix of that size. Raises ValueError where a size is no multiple."""
         found = {}
         for digits, size, multiple in (
             (self.rows, rows, self.row_multiple),

@@ -60,7 +60,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a layout cannot hold a matrix."""
+    """Reason why a layout cannot hold a matrix."""
 
     code: str  #: stable name, such as `layout.k-multiple`
     message: str  #: the arithmetic

@@ -78,8 +78,8 @@ class CpuAmxInt4(_SummedBlocks):
 
     `weight` uint8 `[N / 32, K / B, 16 B + 128]`: the codes of a block, then 32 int32 sums of `code - zero` over the
     block's columns; `scale` float32 `[N / 32, G, 32]`; `zero` int8 `[N / 32, G, 32]`, 8 everywhere where symmetric;
-    `bias` float32. vLLM adds one to every zero point that is not AWQ's. That is right for GPTQ v1 files and for the 7
-    that it makes up for symmetric ones, so moeq's zero points (as they count) are the stored ones.
+    `bias` float32. vLLM adds one to every zero point that is not AWQ's: to those of GPTQ v1 files, and to the 7 that it
+    sets for symmetric ones. The sums are moeq's zero points, so these are stored.
     """
 
     id = "cpu-amx-int4/1"
@@ -97,7 +97,7 @@ class CpuAmxInt4(_SummedBlocks):
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         block = _block(spec)
         if spec.num_groups == 1 and (spec.k % block or block % 4):
-            message = f"K = {spec.k} is not a whole number of blocks of {block} codes, or these not of 4"
+            message = f"K = {spec.k} is not a whole number of blocks of {block} codes, or {block} is no multiple of 4"
             return [Problem("layout.k-multiple", message, f"pad K to {-(-spec.k // 128) * 128}")]
         if spec.group_size % block or block % 4:
             message = f"groups of {spec.group_size} are not a whole number of blocks of {block} codes"
@@ -119,7 +119,7 @@ class CpuAmxInt4(_SummedBlocks):
         rule = super().slices(spec)
         if spec.num_groups > 1:
             return rule
-        # Blocks are the whole of K up to 128 codes, and 128 codes beyond.
+        # A block has all of K up to 128 codes, and 128 codes of a larger K.
         return SliceRule(rule.n, 128 if spec.k > 128 else None)
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
@@ -199,13 +199,13 @@ class CpuAmxInt8(_SummedBlocks):
 
 
 _MXFP4_WEIGHT = Arrangement("n y2 r16, k b2 -> n k r b | y")
-# The same on row 2 i + h: the lowest row digit gives its last bit to h.
+# Maps for row 2 i + h of an interleaved w13: the lowest row digit gives its last bit to h.
 _MXFP4_WEIGHT_PAIRS = Arrangement("h2 n y2 r8, k b2 -> n k r h b | y")
 _MXFP4_SCALE_PAIRS = Arrangement("h2 n r16, g -> n g r h")
 
 
 class CpuAmxMXFP4(MXFP4Layout):
-    """MXFP4: byte column c of a block holds the 64 codes of its rows, 32 apart in one byte.
+    """MXFP4 in blocks of 32 rows: a byte holds the codes of rows r and r + 16 in one column.
 
     `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N / 32, G, 32]`, `bias` float32; w13 is gate rows, then up rows.
     """

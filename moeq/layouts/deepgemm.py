@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Number that the largest of a block is at least taken for.
+#: Lower bound of a block's largest number when its scale is computed.
 _LEAST = 1e-4
 
 _WORDS = Arrangement("n, g q4 -> g n | q")
@@ -29,10 +29,11 @@ _WORDS = Arrangement("n, g q4 -> g n | q")
 class _DeepGemm(Fp8Layout):
     """FP8 with blocks of 128 x 128, whose scales become powers of two.
 
-    Exponent bytes (E8M0) are kept exactly. Other scales the engine requantises: weights times scales in float32; per
-    block the largest number (at least 1e-4) over 448, rounded up to a power of two; weights over that, rounded to E4M3.
-    That changes codes and scales, so it is refused unless losses are allowed, and never chosen. The logarithm is a
-    CPU's here; where a GPU rounds that of a number next to a power of two otherwise, a block may differ.
+    Exponent bytes (E8M0) are kept exactly. The engine requantises weights with other scales. It multiplies
+    codes by scales in float32. The new scale of a block is its largest number (at least 1e-4) over 448, rounded up to a
+    power of two, and the new codes are the numbers over that scale, rounded to E4M3. That changes codes and scales, so
+    it is refused unless losses are allowed, and never chosen. moeq takes the logarithm on a CPU. A GPU may round that
+    of a number next to a power of two differently; then the block differs.
 
     Source: vLLM 0.33.0, `fp8_utils.py` (`requant_weight_ue8m0_inplace`, `prepare_fp8_moe_layer_for_deepgemm`) and
     `deep_gemm.py` (`per_block_cast_to_fp8`).

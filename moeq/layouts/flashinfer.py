@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# TRTLLM's shuffled rows: of numbers alone, of codes two to a byte, of scales in 128 x 4 tiles.
+# Rows shuffled for TRTLLM: numbers of one word each, codes two to a byte, scales in 128 x 4 tiles.
 ROWS_128 = Arrangement("n e8 d4, k -> n d e k")
 ROWS_128_W13 = Arrangement("h2 n e8 d2, k -> n d ~h e k")
 _SHUFFLED = Arrangement("n e8 d4, k b2 -> n d e k | b")
@@ -43,7 +43,7 @@ _SHUFFLED_W13 = Arrangement("h2 n e8 d2, k b2 -> n d ~h e k | b")
 _SCALE = Arrangement("n y4 e8 d4, c x4 -> n c d e y x")
 _SCALE_W13 = Arrangement("h2 n y4 e8 d2, c x4 -> n c d ~h e y x")
 
-# TRTLLM's blocks of 128 bytes of K: of codes two to a byte in shuffled rows, of bytes in rows shuffled in 16s.
+# TRTLLM's blocks of 128 bytes of K: codes two to a byte in shuffled rows, and bytes in rows shuffled in 16s.
 _BLOCK_MAJOR = Arrangement("n e8 d4, k j128 b2 -> k n d e j | b")
 _BLOCK_MAJOR_W13 = Arrangement("h2 n e8 d2, k j128 b2 -> k n d ~h e j | b")
 _BLOCK_MAJOR_BYTES = Arrangement("n e8 d2, k j128 -> k n d e j")
@@ -96,8 +96,8 @@ class FlashInferCutlassBF16(MXFP4Layout):
 
     w13 is up rows, then gate rows. Weights are interleaved for the mixed-input tensor-core tile, four bytes to a 32-bit
     word, and the bits of each word are permuted so that no table is needed to decode them (`bits.MUL_FREE`): `weight`
-    uint8 `[N, K / 2]`. `scale` uint8 `[N / 64, K / 128, 16, 16]`, `bias` bf16. Source: SM90 mixed-input MoE GEMM and
-    `prepare.py`.
+    uint8 `[N, K / 2]`. `scale` uint8 `[N / 64, K / 128, 16, 16]`, `bias` bf16. Source: FlashInfer's mixed-input MoE
+    GEMM for SM90 and `prepare.py`.
     """
 
     id = "flashinfer-cutlass-mxfp4-bf16/1"
@@ -242,14 +242,14 @@ class TrtllmMXFP8(MXFP8Layout):
 
 # ------------------------------------------------------------------------------------------------------------------ FP8
 
-#: Number to which the engine raises smaller scales of blocks.
+#: Lower bound to which the engine raises scales of blocks.
 LEAST = 1e-10
 
 
 class RaisedBlocks(Fp8Layout):
     """FP8 in blocks: `weight` F8_E4M3 and `scale` float32 `[N / 128, K / 128]`, up rows, then gate rows.
 
-    The engine raises scales below 1e-10 to that, which is lossy. Source: vLLM 0.33.0, `flashinfer_utils.py`
+    The engine raises smaller scales to 1e-10, which is lossy. Source: vLLM 0.33.0, `flashinfer_utils.py`
     (`prepare_fp8_moe_layer_for_fi`).
     """
 

@@ -133,7 +133,7 @@ class MXFP8Layout(Layout):
 
 
 def has_two_scales(matrix: QuantizedMatrix) -> bool:
-    """Return whether gate and up have one scale each that differ."""
+    """Return whether gate and up have one scale each, and the two differ."""
     if matrix.spec.halves == 1 or matrix.spec.num_groups > 1:
         return False
     gate, up = matrix.scales.reshape(2, -1)
@@ -143,10 +143,10 @@ def has_two_scales(matrix: QuantizedMatrix) -> bool:
 def to_larger_scale(matrix: QuantizedMatrix) -> QuantizedMatrix:
     """Return the matrix under the larger of its two scales, as vLLM makes it on an NVIDIA GPU.
 
-    Codes times their scale in float16 (a scale that is a tensor of its own is rounded to float16 first), times the
-    float32 reciprocal of the larger scale in float32, limited to what E4M3 holds (NaN becomes 448), rounded to nearest
-    even: `process_fp8_weight_tensor_strategy_moe` of `fp8_utils.py` and `scaled_fp8_conversion` of
-    `csrc/quantization/w8a8/fp8/common.cuh`. No GPU has confirmed it.
+    Codes are multiplied by their scale in float16 (a scale that is a tensor of its own is rounded to float16 first) and
+    by the float32 reciprocal of the larger scale in float32, limited to what E4M3 holds (NaN becomes 448), and rounded
+    to nearest even: `process_fp8_weight_tensor_strategy_moe` of `fp8_utils.py` and `scaled_fp8_conversion` of
+    `csrc/quantization/w8a8/fp8/common.cuh`. No GPU has confirmed these bytes.
     """
     import torch
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class HummingWNA16(MarlinWNA16):
     """int4 and int8, symmetric or with int4 zero points.
 
-    Where code 0 never occurs in all local experts, Humming stores sign and magnitude instead. Calibration finds that,
-    and packing refuses.
+    Where code 0 never occurs in all local experts, Humming stores sign and magnitude instead. Calibration finds
+    such experts, and packing refuses them.
     """
 
     id = "humming-wna16/1"

@@ -54,18 +54,18 @@ class Layout(ABC):
     title: ClassVar[str]  #: one line for people
     source: ClassVar[str] = ""  #: library and version whose kernels read these bytes
     elements: ClassVar[tuple[str, ...]] = ()  #: element types of codes it holds (`moeq.matrix.ELEMENT_BITS`)
-    schemes: ClassVar[str] = ""  #: what it holds, for people
+    schemes: ClassVar[str] = ""  #: schemes that it holds, for people
     arch: ClassVar[str] = ""  #: devices whose kernels read it, for people
     slicing: ClassVar[str] = ""  #: legal slices, for people (`slices` gives the numbers)
-    padding: ClassVar[PaddingRule] = PaddingRule()  #: how sizes are rounded up before packing
-    w13_order: ClassVar[W13Order] = "gate-up"  #: how the gate and up rows of `w13` lie in the packed result
+    padding: ClassVar[PaddingRule] = PaddingRule()  #: rule by which sizes are rounded up before packing
+    w13_order: ClassVar[W13Order] = "gate-up"  #: order of the gate and up rows of `w13` in the packed result
     lossy: ClassVar[str | None] = None  #: what is lost for some inputs, or None where packing is always exact
     #: Whether lossy bytes depend on numbers of other rows that are not stored, so that no part is packed alone.
     rounds_jointly: ClassVar[bool] = False
     lossy_as_engine: ClassVar[bool] = False  #: whether lossy bytes are, bit for bit, the engine's own
     #: Weights as vLLM's selection functions tell them apart (`families` of the oracle's backends.toml).
     family: ClassVar[str] = "wna16"
-    #: None, or why every expert must be looked at before the first is packed (see `calibrate`).
+    #: Reason why every expert must be looked at before the first is packed (`calibrate`); None where none need be.
     calibration_scope: ClassVar[str | None] = None
     #: The kernels that read these bytes; empty where nothing does. Never inherited: each class says its own.
     readers: ClassVar[tuple[Reader, ...]] = ()
@@ -75,9 +75,9 @@ class Layout(ABC):
     zero_points: ClassVar[bool] = False  #: whether matrices with zero points can be held
     act_order: ClassVar[bool] = False  #: whether matrices with act-order can be held
     biased: ClassVar[bool] = True  #: whether matrices with a bias can be held
-    n_multiple: ClassVar[int] = 1  #: what rows (per half of `w13`) must be a multiple of
-    k_multiple: ClassVar[int] = 1  #: what columns must be a multiple of
-    #: Whether scales of a single group lie in another order than those of several: no slice of several may have one.
+    n_multiple: ClassVar[int] = 1  #: number of which rows (per half of `w13`) must be a multiple
+    k_multiple: ClassVar[int] = 1  #: number of which columns must be a multiple
+    #: Whether scales of a single group lie in another order than those of several, so that no slice may have one group.
     single_group_differs: ClassVar[bool] = False
     recodes_scales: ClassVar[bool] = False  #: whether scales are stored as other values, whatever their dtype
     grouped: ClassVar[bool] = True  #: whether its kernel reads scales of groups, not of output channels alone
@@ -99,7 +99,7 @@ class Layout(ABC):
         self.calibration = calibration
 
     def calibrate(self, matrix: QuantizedMatrix) -> float | None:
-        """Return what this layout must know of every local expert before it packs one; None where it needs nothing.
+        """Return the number that this layout needs of every local expert before it packs one; None where it needs none.
 
         Two passes: `found = max(layout.calibrate(expert) for every local expert of w13 or w2)`, then
         `layout.with_calibration(found).pack(...)`, for w13 and w2 apart. The result depends on which experts are
@@ -153,12 +153,12 @@ class Layout(ABC):
         """Return the parts of one packed expert. Called only for specs without `problems`."""
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
-        """Return the stored tensors that are not an arrangement of a logical one."""
+        """Return the stored tensors that arrange no logical tensor; by default there are none."""
         return {}
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         """Fill the tensors of `extra_tensors`."""
-        return  # there are none
+        return  # `extra_tensors` gives none by default
 
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         """Return every reason why a matrix of this (already padded) spec cannot be packed; empty when it can."""

@@ -45,7 +45,7 @@ class NVFP4Layout(Layout):
     group_sizes = (GROUP,)
     channelwise = False
     biased = False
-    rearranges = True  # all but the global scale, which the fast path knows
+    rearranges = True  # the fast path copies the global scale beside the arranged parts
     lossy = "where gate and up have different global scales, up gets the gate's"
     weight_maps: ClassVar[Maps] = (IDENTITY,)
     scale_maps: ClassVar[Maps] = (TILE_128X4,)

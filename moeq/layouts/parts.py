@@ -74,7 +74,7 @@ def repeat_rows(part: Part, stored: Tensor, spec: MatrixSpec) -> Tensor:
 
 
 def is_common(part: Part, spec: MatrixSpec) -> bool:
-    """Return whether a part holds one thing for the whole matrix."""
+    """Return whether a part holds one number, or one for each column, for the whole matrix."""
     one_column = part.field not in ("scales", "zeros") or spec.num_groups == 1
     return part.rows > 1 and part.rows >= spec.n and one_column
 
@@ -111,7 +111,7 @@ def _zero_fill(elements: Tensor, part: Part) -> Tensor:
     rows, columns = part.padded(*elements.shape)
     if (rows, columns) == tuple(elements.shape):
         return elements
-    # Fill gate and up apart: where an engine fills up interleaved rows at their end, half of that belongs to each.
+    # Fill gate and up apart: where an engine pads interleaved rows at their end, half of the padding belongs to each.
     halves = 2 if part.arrangement.has_halves else 1
     old = elements.reshape(halves, -1, elements.shape[1])
     filled = elements.new_zeros((halves, rows // halves, columns))

@@ -25,7 +25,7 @@ class Rdna3Int4(Layout):
     """int4 words along K, whose even k fill the low half and odd k the high half.
 
     `weight` int32 `[K / 8, N]`, `scale` `[G, N]` as stored, `zero` int32 `[G, N / 8]` with every nibble 7 (the kernel
-    adds one). Symmetric groups only. Source: vLLM 0.33.0 (RDNA3 WNA16), ExLlamaV2 shuffle.
+    adds one). Groups have to be symmetric. Source: vLLM 0.33.0 (RDNA3 WNA16), ExLlamaV2 shuffle.
     """
 
     id = "rdna3-int4/1"

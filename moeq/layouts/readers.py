@@ -41,7 +41,7 @@ class VLLM:
     shards: bool = True  #: tensor-parallel ranks may hold parts of experts
     loads: bool = True  #: moeq's plug-in hands the stored bytes to this backend
     only: Only = Only()  #: conditions under which the backend reads these bytes instead of others
-    #: The oracle names this layout for the backend. Where this is False, a plan puts it in the place of a named one.
+    #: The oracle names this layout for the backend. Where this is False, a plan writes it instead of a named one.
     chosen: bool = True
     lossy: bool = False  #: the engine changes numbers when it makes these bytes, so they are written on request only
     older_differ: bool = False  #: versions before `since` read other bytes, for which there is no layout

@@ -24,8 +24,8 @@ class TritonWNA16(Layout):
     `weight` uint8 `[N, K / 2]`, even k in the low nibble (int8: `[N, K]`, offset by 128); `scale` `[N, G]` as stored;
     `zero` uint8 `[N / 2, G]`, even n in the low nibble (int8: `[N, G]`), absent where symmetric. No bias.
 
-    GPTQ v1 files can mean a zero point of 16 (stored 15), which has no nibble. vLLM's loader adds 1 to whole bytes, so
-    the 16 carries into the neighbouring row's zero point. Both are then wrong, so packing refuses; where loss is
+    GPTQ v1 files can mean a zero point of 16 (stored 15), which no nibble holds. vLLM's loader adds 1 to whole bytes,
+    so the 16 carries into the neighbouring row's zero point. Both are then wrong, so packing refuses; where loss is
     allowed, the bytes are vLLM's. Source: vLLM 0.33.0, `moe_wna16.py`.
     """
 

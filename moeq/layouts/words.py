@@ -54,7 +54,7 @@ def word_dtype(bits: int) -> torch.dtype:
 def pack_words(
     arrangement: Arrangement, elements: Tensor, bits: int, out: Tensor | None = None, *, compiled: bool | None = None
 ) -> Tensor:
-    """Arrange a matrix into flat words, as wide as all fields of a word together: into `out`, or into new ones.
+    """Arrange a matrix into flat words, each as wide as all its fields together; return `out`, or a new tensor.
 
     Args:
         elements: `[rows, columns]`, uint8 codes where words hold several fields, else any dtype of `bits` bits.

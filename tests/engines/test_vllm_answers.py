@@ -232,7 +232,7 @@ class TestOwnKernels:
         monkeypatch.setattr(kernel_gpus, "gpu_of", lambda device: unknown)
         assert own_experts.slow_reason(moe, None) == "B300 is not a GPU that moeq has kernels for"
         moe.is_lora_enabled = True
-        assert own_experts.slow_reason(moe, None) == "adapters (LoRA) run in those"
+        assert own_experts.slow_reason(moe, None) == "adapters (LoRA) run in no others"
         assert layer.quant_method.choice.own
 
     def test_what_the_classes_say_of_themselves(self) -> None:

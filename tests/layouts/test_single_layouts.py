@@ -17,6 +17,7 @@ from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec
 
 NO_BLOCKS = "is not a whole number of blocks of"
+NO_4 = "is no multiple of 4"
 INT4 = MatrixSpec("w2", 64, 256, "int4", 32, "f16", symmetric=False)
 
 
@@ -82,8 +83,8 @@ def test_blocks_of_a_cpu_with_their_sums() -> None:
         (256, 32, None),
         (384, 384, None),
         (96, 96, None),
-        (130, 130, Problem("layout.k-multiple", f"K = 130 {NO_BLOCKS} 128 codes, or these not of 4", "pad K to 256")),
-        (126, 126, Problem("layout.k-multiple", f"K = 126 {NO_BLOCKS} 126 codes, or these not of 4", "pad K to 128")),
+        (130, 130, Problem("layout.k-multiple", f"K = 130 {NO_BLOCKS} 128 codes, or 128 {NO_4}", "pad K to 256")),
+        (126, 126, Problem("layout.k-multiple", f"K = 126 {NO_BLOCKS} 126 codes, or 126 {NO_4}", "pad K to 128")),
         (384, 192, Problem("layout.group-size", "groups of 192 are not a whole number of blocks of 128 codes",
                            "groups of 32, 64, 128 or a multiple of 128")),
         (252, 126, Problem("layout.group-size", "groups of 126 are not a whole number of blocks of 126 codes",

@@ -72,7 +72,7 @@ def register_config() -> None:
 
 
 def keep_shared_experts(resolve: Callable[..., Any], model_class: Any, hf_config: Any, quant_config: Any) -> Any:
-    """Wrap the engine's decision to run shared experts as one more routed expert: not beside converted experts."""
+    """Wrap the engine's decision to fuse shared experts with routed ones, but never with converted ones."""
     if not isinstance(quant_config, MoeqConfig):
         return resolve(model_class, hf_config, quant_config)
     with get_exec().moe.override(disable_shared_experts_fusion=True):
@@ -90,7 +90,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> MoeqConfig:
-        """Make the config from `config.json`. Additions of the engine are for the source's config, too."""
+        """Make the config from `config.json`. What the engine has added goes to the source's config, too."""
         whole: Any = config.get("hf_config")
         if getattr(whole, "_experts_implementation", None) == TRANSFORMERS_GUARD:
             whole._experts_implementation = "eager"  # some of the engine's classes are transformers'
@@ -125,7 +125,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         return getattr(self.inner, "kv_cache_quant_algo", None)
 
     def update_packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
-        """Pass on which layers of the source the model joins."""
+        """Tell the source's config which of its layers the model fuses."""
         super().update_packed_modules_mapping(mapping)
         if self.inner is not None:
             self.inner.update_packed_modules_mapping(mapping)
@@ -148,7 +148,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         """Open the served checkpoint once, and decide how a source is packed for the ranks of a layer.
 
         Raises:
-            MoeqError: `usage.not-converted`, `source.*`, and for a source as `convert`.
+            MoeqError: `usage.not-converted`, `source.*`, and for a source the errors of `convert`.
 
         Returns None for draft layers in the same checkpoint: they were copied unchanged, and some models count them
         from 0.
@@ -183,7 +183,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
 @dataclass
 class MoeqQuantInfo(MoeQuantInfo):  # type: ignore[misc]
-    """Layer in the kernels, which the runner needs."""
+    """Prepared layer, as the engine hands it to the runner."""
 
     layer: PreparedLayer
 
@@ -199,7 +199,7 @@ class MoeqRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
     def run_from_dispatch(
         self, dispatch_output: Any, quant_info: MoeqQuantInfo, runner_config: MoeRunnerConfig, hooks: Any = None
     ) -> StandardCombineInput:
-        """Run experts, by local number or -1, on tokens `[M, H]`, and return their weighted sums `[M, H]`."""
+        """Run the experts on tokens `[M, H]` and return weighted sums `[M, H]`. Ids are local numbers, or -1."""
         x, choices = dispatch_output.hidden_states, dispatch_output.topk_output
         if TopKOutputChecker.format_is_bypassed(choices):
             choices = choices.to_standard()
@@ -278,14 +278,14 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         self.create_parameters(layer, params_dtype)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: MoeRunnerConfig) -> None:
-        """Make the engine's runner around moeq's."""
+        """Make the engine's runner around `MoeqRunnerCore`."""
         if moe_runner_config.no_combine:
             raise MoeqError("answer.no-kernel", "moeq's kernels sum a token's experts, and the model asks for each")
         self.config = moe_runner_config
         self.runner = MoeRunner(resolve_moe_runner_backend(NAME), moe_runner_config)
 
     def get_moe_quant_info(self, layer: Any, runner_backend: MoeRunnerBackendLike) -> MoeQuantInfo:
-        """Refuse adapters on experts, for which the engine asks this."""
+        """Refuse adapters on experts: the engine calls this for nothing else."""
         raise MoeqError(
             "answer.no-kernel",
             f"layer {self.entry.layer}: moeq's kernels take no adapters on experts, and no others read these bytes",
@@ -293,7 +293,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Fill the parameters from the files and get the kernels ready; neither again after an update of weights."""
+        """Fill the parameters from the files and get the kernels ready. Calls after a weight update do nothing."""
         if self.info is not None:
             return
         tensors = {name: tensor.data for name, tensor in layer.named_parameters() if name.startswith(STACKED_ROLES)}
@@ -315,17 +315,17 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         return self.parts_of(dict(layer.named_parameters()))
 
     def held(self, layer: Any) -> tuple[int, ...] | None:
-        """Return the expert of every row of these tensors if load balancing moves them; None: those of `part`."""
+        """Return the expert of every row of these tensors if load balancing moves them, else None."""
         return None if self.places is None else self.places()
 
     def check_reload(self, layer: Any) -> None:
-        """Accept any: kernels read the packed tensors and nothing else."""
+        """Accept every layer: kernels read the packed tensors and nothing else."""
 
     def prepared(self, tensors: Mapping[str, torch.Tensor], gpu: str | None = None) -> PreparedLayer:
         """Prepare the layer for the GPU that holds its tensors, or for another one by name."""
         return prepared_layer(
             self.packed(tensors),
-            top_k=self.config.top_k or self.experts.checkpoint.info.top_k,  # some classes do not say it
+            top_k=self.config.top_k or self.experts.checkpoint.info.top_k,  # some classes leave it out
             max_tokens=_most_tokens(),
             dtype=self.config.params_dtype,
             hidden_size=self.config.hidden_size,
@@ -361,7 +361,7 @@ def activation_arguments(config: MoeRunnerConfig) -> dict[str, Any]:
 
 
 def _deployment(layer: Any) -> Deployment:
-    """Describe where the engine runs a source, for kernels of moeq: its other runners read no layout of moeq."""
+    """Describe the deployment of a source for moeq's kernels: SGLang's own runners read no layout of moeq."""
     ranks = {"tp": layer.moe_tp_size} if layer.moe_ep_size == 1 else {"ep": layer.moe_ep_size}
     dtype = "fp16" if torch.get_default_dtype() is torch.float16 else "bf16"  # models are built under their dtype
     return make_deployment({"engine": BUILTIN, "dtype": dtype, **ranks})

@@ -39,7 +39,7 @@ def _wna16_config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
 
 
 def _triton_config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
-    """Make the record; the kernel divides by the group size, so a single group is as long as the longer K."""
+    """Make the record of scales; the kernel divides by the group size, so a single group is as long as the longer K."""
     spec = weights.w13
     return _grouped_config(tensors, spec, max(spec.k, spec.n // 2) if _channelwise(spec) else spec.group_size, clamp)
 
@@ -109,7 +109,7 @@ def _int8(reader: VLLM) -> EngineExperts:
         reader=reader,
         classes=classes,
         keys=lambda weights: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
-        # The oracle of 0.26.0 takes dynamic activation scales for none and would run W8A16.
+        # The oracle of 0.26.0 mistakes dynamic activation scales for no scales and would run W8A16.
         quant_config=lambda tensors, weights, clamp: int8_w8a8_moe_quant_config(
             w1_scale=tensors["w13_scale"],
             w2_scale=tensors["w2_scale"],

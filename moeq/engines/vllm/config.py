@@ -57,7 +57,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
     Attributes:
         experts: packed experts of the checkpoint that is loaded; None until the engine names it.
-        opened: its folder or Hub repository, and the revision.
+        opened: folder or Hub repository of that checkpoint, and its revision.
     """
 
     def __init__(self, original: dict[str, Any] | None = None, *, converted: bool = False) -> None:
@@ -106,7 +106,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         """
         self.opened = (model_name, None if Path(model_name).is_dir() else revision)
         self.experts = open_experts(*self.opened, logger, converted=self.converted)
-        if self.inner is None and self.unread is None and not self.converted:  # a file beside `config.json` may hold it
+        if self.inner is None and self.unread is None and not self.converted:  # the config may be in a file of its own
             self._read_source_config(self.experts.checkpoint.quantization_config)
         model_type = str(self.experts.checkpoint.source.config.get("model_type", ""))
         if self.inner is not None and reads_by_own_config(model_type, self.inner.get_name()):
@@ -170,10 +170,10 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
 
 def deployment_of(config: Any, options: EngineOptions) -> Deployment:
-    """Describe where the engine runs a source, as `convert` would be asked.
+    """Describe the deployment of a source, as options of `convert` would.
 
     Args:
-        options: moeq's options; only moeq's own kernels decide if they are asked for.
+        options: moeq's options; if they ask for moeq's kernels, only those decide.
     """
     parallel = config.parallel_config
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size

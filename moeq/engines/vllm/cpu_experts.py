@@ -1,8 +1,8 @@
 """Set up vLLM's experts for x86 CPUs with AMX on bytes in their own order (0.32.0, 0.33.0).
 
 For int8 weights and MXFP4 scales the engine's tensors have the shape of the matrix and the layouts' the shape of their
-blocks, with the same bytes. The engine's int4 scales and biases are float32, rounded to the dtype of the activations
-before. FP8 is in `float_experts.py`.
+blocks, with the same bytes. The engine's int4 scales and biases are float32 numbers, first rounded to the dtype of
+the activations. FP8 is in `float_experts.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def routed_inside(weights: RankWeights) -> str | None:
     """Return the reason why the experts of this version are not used, or None."""
     if issubclass(cpu_moe.CPUExpertsInt4, FusedMoEExpertsModular):
         return None
-    return "in this version they route tokens themselves, which moeq never ran; vLLM 0.30.0 and newer do not"
+    return "these experts route tokens themselves, which moeq never ran; those of vLLM 0.30.0 and newer do not"
 
 
 def _unbiased(key: Any, activation: Any, weights: RankWeights) -> tuple[Any, Any]:
@@ -44,7 +44,7 @@ def _unbiased(key: Any, activation: Any, weights: RankWeights) -> tuple[Any, Any
         raise MoeqError(
             "answer.no-backend",
             f"vLLM's CPU kernels for {weights.w13.element} take no biases, and these experts have some",
-            "serve it on a GPU: moeq oracle SRC --gpu NAME",
+            "serve the checkpoint on a GPU: moeq oracle SRC --gpu NAME",
         )
     return key, activation
 
@@ -106,7 +106,7 @@ def _mxfp4_config(constants: Clamp | None, tensors: Tensors, weights: RankWeight
 
 
 def _row(reader: VLLM, title: str, **more: Any) -> EngineExperts:
-    """Make experts for a CPU, which no value of `--moe-backend` names. Wrong activation dtypes end the process."""
+    """Make experts for a CPU, which has no `--moe-backend`. Its kernels end the process at other activation dtypes."""
     return EngineExperts(title=f"CPU ({title})", reader=reader, spreads=False, obstacle=routed_inside, **more)
 
 

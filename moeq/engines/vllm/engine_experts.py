@@ -116,7 +116,7 @@ class EngineExperts:
 
     @property
     def option(self) -> str:
-        """Value of `--moe-backend` that allows it, besides `auto`."""
+        """Value of `--moe-backend` that selects this backend, besides `auto`."""
         return self.reader.option
 
     @property

@@ -107,7 +107,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
-        fp8 = self.activations == "fp8"  # which no kernels of the engine do on these bytes
+        fp8 = self.activations == "fp8"  # no kernel of the engine has e4m3 activations on these bytes
         choice = choose("moeq" if fp8 else options.kernels, own, slow, title)
         # The number of the layer is left out, so that layers of one kind share a line of the log.
         self.choice = replace(choice, why=choice.why.replace(f"layer {entry.layer}: ", ""))
@@ -118,7 +118,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
 
     @property
     def supports_eplb(self) -> bool:
-        """Whether the engine may move experts between ranks: if moeq's kernels run them and fold no scales.
+        """Whether the engine may move experts between ranks: only if moeq's kernels run them and fold no scales.
 
         Then the parameters are all that a kernel reads, and an expert's bytes are the same on every rank.
         """
@@ -126,7 +126,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
 
     @property
     def supports_pre_processed_weights(self) -> bool:
-        """Whether parameters of another process are taken as they are (`vllm preload`): for moeq's kernels.
+        """Whether parameters of another process are taken as they are (`vllm preload`): only moeq's kernels do so.
 
         The engine's kernels may derive further tensors from them.
         """
@@ -144,7 +144,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """Return the sizes, rounded up as the layout pads them if the engine's kernels need that."""
+        """Return hidden and intermediate size, rounded up as the layout pads them if the engine's kernels need it."""
         if self.choice.own or not self.engine.rounds_sizes:
             return hidden_size, intermediate_size_per_partition
         w2 = self.part.matrices["w2"].spec
@@ -180,7 +180,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         self.create_parameters(layer, params_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Fill the parameters and set the kernel up on them, once: verl has this called again after every update."""
+        """Fill the parameters and set up the kernel. Later calls, which verl makes after every update, do nothing."""
         if self.moe_kernel is not None:
             return
         tensors = {
@@ -220,11 +220,11 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         return ActivationScales(ones, ones[:, 0], "input_scale")
 
     def served(self, layer: Any) -> RankTensors:
-        """Return the packed tensors that kernels read, which a layerwise reload may have taken aside."""
+        """Return the packed tensors that kernels read, which a layerwise reload may have set aside."""
         return self.parts_of(_read_by_kernels(layer))
 
     def held(self, layer: Any) -> tuple[int, ...] | None:
-        """Return the expert of every row of these tensors under EPLB, whose transfers are ended first; else None.
+        """Return the expert of every row of the served tensors under EPLB, after its transfers; None without EPLB.
 
         Raises MoeqError `usage.reload` under data parallelism, whose engines do not reload together.
         """
@@ -242,7 +242,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         return placed_experts(layer) or first
 
     def check_reload(self, layer: Any) -> None:
-        """Raise MoeqError `usage.reload` if the engine's kernel reads tensors that were computed from these."""
+        """Raise MoeqError `usage.reload` if the engine's kernel reads tensors computed from the stored ones."""
         memory = {one.untyped_storage().data_ptr() for parts in self.served(layer).values() for one in parts.values()}
         for name, tensor in {**_read_by_kernels(layer), **getattr(layer, RECORDS, {})}.items():
             computed = name.startswith(STACKED_ROLES) and isinstance(tensor, torch.Tensor)
@@ -316,7 +316,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
 
 
 def _read_by_kernels(layer: Any) -> dict[str, torch.Tensor]:
-    """Return the parameters that kernels read: those that a layerwise reload has taken aside, or the layer's own."""
+    """Return the parameters that kernels read: those that a layerwise reload has set aside, or the layer's own."""
     try:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     except ImportError:  # versions without the layerwise reload
@@ -326,7 +326,7 @@ def _read_by_kernels(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def _check_device(experts: ExpertsSource) -> None:
-    """Refuse bytes for another architecture than this GPU's."""
+    """Raise MoeqError `environment.gpu-mismatch` if the bytes are for another architecture than this GPU's."""
     capability = current_platform.get_device_capability()
     if capability is not None and current_platform.is_cuda():
         experts.require_arch(f"sm{capability.major}{capability.minor}")
@@ -345,7 +345,7 @@ def _eplb_error() -> MoeqError:
 def _engine_experts(
     moe: Any, entry: LayerEntry, rank: Rank, weights: RankWeights, preferred: str
 ) -> tuple[EngineExperts, Any]:
-    """Choose the engine's experts for a layout, and its class. Raises MoeqError if it would not run them.
+    """Return the engine's experts for a layout, and their class. Raises MoeqError if the engine cannot run them.
 
     Several backends may read the same bytes. `--moe-backend` limits the choice, and the backend that the checkpoint was
     converted for comes first.
@@ -355,7 +355,7 @@ def _engine_experts(
         raise MoeqError(
             "answer.no-backend",
             f"layer {entry.layer} is in layout {entry.layout}, which none of vLLM's kernels reads as it is",
-            f"moeq convert SRC DST --gpu {_gpu_option()} writes what they read there, if it can; it may be "
+            f"moeq convert SRC DST --gpu {_gpu_option()} writes a layout that they read there, if one fits: "
             f"{', '.join(BACKENDS)}",
         )
     alike = (found, *found.instead)

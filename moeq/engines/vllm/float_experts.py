@@ -80,7 +80,7 @@ def transposed(scale: Any) -> Any:
 
 
 def named_scales(scale: Form, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """Add scales to the layer by the engine's names, where its warm-up of kernels looks for them."""
+    """Add scales to the layer under the engine's names, where its warm-up of kernels looks for them."""
     for role in ("w13", "w2"):
         set_parameter(layer, f"{role}_weight_scale", scale(getattr(layer, f"{role}_scale").data))
 
@@ -91,7 +91,7 @@ def _stored(scales: ReadScales, title: str) -> ActivationScales:
         raise MoeqError(
             "answer.no-backend",
             f"{title} quantises activations with stored scales, and the source stores none",
-            "moeq oracle SRC lists the backends for weights alone",
+            "moeq oracle SRC lists the backends that quantise weights alone",
         )
     return found
 
@@ -104,9 +104,9 @@ def _nvfp4_keys(weights: RankWeights) -> tuple[Any, Any]:
 
 
 def _nvfp4_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Clamp, **more: Any) -> Any:
-    """Make the record from the layer's own tensors of global scales, which the engine's experts multiply in place."""
+    """Make the record of scales from the layer's own global scales, which the engine's experts multiply in place."""
     limits = _clamped(clamp, "swiglu_alpha", "swiglu_beta")
-    if not takes(nvfp4.make_nvfp4_moe_quant_config, "swiglu_alpha"):  # experts take the layer's record's
+    if not takes(nvfp4.make_nvfp4_moe_quant_config, "swiglu_alpha"):  # these experts read the layer's record
         limits = {"swiglu_limit": limits["swiglu_limit"]}
     return nvfp4.make_nvfp4_moe_quant_config(
         backend=backend,
@@ -122,7 +122,7 @@ def _nvfp4_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: C
 
 
 def _nvfp4_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """Add all scales to the layer by the engine's names, in the same memory."""
+    """Add all scales to the layer under the engine's names; they share the memory of the stored ones."""
     named_scales(as_it_is, layer, weights, scales)
     for role in ("w13", "w2"):
         set_parameter(layer, f"{role}_weight_scale_2", getattr(layer, f"{role}_global_scale").data.view(-1))

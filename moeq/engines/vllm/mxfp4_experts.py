@@ -152,7 +152,7 @@ def _wrapped(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
 
 
 def _fill(made: Any, stored: Any, name: str) -> None:
-    """Make stored memory the memory of a tensor that the engine's preparation made without."""
+    """Make stored memory the memory of a tensor that the engine's preparation made without memory."""
     like = made.storage.data
     if like.numel() != stored.numel():
         raise MoeqError(

@@ -62,7 +62,7 @@ def source_layer(
 ) -> OneLayer:
     """Build a layer of a source with the engine's method for it; `backend` is a value of `--moe-backend`.
 
-    Raises MoeqError `answer.engine-layer` where the engine takes some of the layer's tensors only.
+    Raises MoeqError `answer.engine-layer` where the engine takes only some of the layer's tensors.
     """
     return ready(filled_layer(checkpoint, layer, source_method(checkpoint), backend, device, dtype))
 
@@ -104,7 +104,7 @@ def filled_layer(
         backend: a value of `--moe-backend`.
         read: function that reads a tensor by its name; None: the source's own.
 
-    Raises MoeqError `answer.engine-layer` where the engine takes some of the layer's tensors only.
+    Raises MoeqError `answer.engine-layer` where the engine takes only some of the layer's tensors.
     """
     with _activations_by_method():
         built = empty_layer(checkpoint, layer, method, backend, device, dtype)
@@ -167,12 +167,12 @@ def empty_layer(
 
 
 def _is_gpt_oss(checkpoint: Checkpoint) -> bool:
-    """Whether the engine's model class loads the experts its own way."""
+    """Return whether the engine's model class loads the experts its own way."""
     return checkpoint.info.model_type == "gpt_oss"
 
 
 def _load_gpt_oss(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-    """Fill the experts of gpt-oss on one rank as the engine's model class does."""
+    """Fill the experts of gpt-oss as the engine's model class does on one rank, and yield the names it took."""
     for name, tensor in tensors:
         projection, _, part = name.rpartition("_")
         parameter = getattr(layer, f"{_GPT_OSS[projection]}_{_GPT_OSS[part]}")
@@ -182,7 +182,7 @@ def _load_gpt_oss(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator
 
 
 def ready(layer: Any) -> OneLayer:
-    """Let the engine prepare a filled layer."""
+    """Let the engine prepare a filled layer, and return it with the name of its experts' class."""
     method = layer.quant_method
     with _activations_by_method():
         method.process_weights_after_loading(layer)
@@ -193,7 +193,7 @@ def ready(layer: Any) -> OneLayer:
         hidden = x.shape[1]
         x = torch.nn.functional.pad(x, (0, max(0, padded - hidden)))  # as the engine's runner does
         with set_forward_context(None, config):  # Humming reads the ranks' token counts from it
-            if method.is_monolithic:  # it routes by itself, to the same experts by these logits
+            if method.is_monolithic:  # the kernel routes; these logits give the same experts
                 logits = x.new_full((len(x), layer.global_num_experts), _NOT_CHOSEN)
                 found: Tensor = layer.forward_monolithic(x, logits.scatter(1, ids.long(), weights.log().to(x.dtype)))
             else:

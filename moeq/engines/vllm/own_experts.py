@@ -60,7 +60,7 @@ class MoeqExperts(LoRAExpertsMixin, FusedMoEExpertsModular):  # type: ignore[mis
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Whether inputs are not quantised: always."""
+        """Whether the experts take unquantised inputs: always."""
         return True
 
     @staticmethod
@@ -80,7 +80,7 @@ class MoeqExperts(LoRAExpertsMixin, FusedMoEExpertsModular):  # type: ignore[mis
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return True  # `own_obstacle` asks the kernels by layout
+        return True  # `check_own` asks the kernels by layout
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
@@ -152,7 +152,7 @@ class MoeqExperts(LoRAExpertsMixin, FusedMoEExpertsModular):  # type: ignore[mis
         expert_map: torch.Tensor | None,
         weight_on_input: bool,
     ) -> torch.Tensor:
-        """Run the layer if no tokens are exchanged with other ranks.
+        """Run the layer where no tokens are exchanged with other ranks, and return weighted sums `[M, H]`.
 
         The engine's kernel object would copy the result once more (0.26.0).
         """
@@ -181,7 +181,7 @@ class MoeqBatchedExperts(MoeqExperts):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Whether inputs are quantised late: exchanges of batches refuse that, and without a scheme none are."""
+        """Whether exchanges must leave inputs unquantised: no, as batched ones refuse it and have no scheme here."""
         return False
 
     @staticmethod
@@ -260,7 +260,7 @@ def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
         raise MoeqError(
             "answer.no-kernel",
             "moeq's kernels keep the addresses of experts, so with --offload-group-size all would stay on the GPU",
-            "start without it, or with --cpu-offload-gb, whose memory GPUs read where it is",
+            "start without --offload-group-size, or with --cpu-offload-gb, whose memory GPUs read in place",
         )
     kind = experts_class(moe)
     supported, reason = kind.is_supported_config(kind, moe, None, None, kind.activation_format())
@@ -269,16 +269,16 @@ def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
 
 
 def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
-    """Return why experts, on device `meta`, would run in kernels for any GPU; None if there are some for this."""
+    """Return why experts (device `meta`) would run in the kernels for any GPU; None if this GPU has its own."""
     from moeq_kernels.gpu import GPUS, gpu_of
 
     device = torch.device(moe.device)
     if device.type != "cuda":
         return f"experts are on {device.type}"
     if moe.is_lora_enabled:
-        return "adapters (LoRA) run in those"
+        return "adapters (LoRA) run in no others"
     if experts_class(moe) is MoeqBatchedExperts:
-        return "those for this GPU were not measured with batches by expert"
+        return "kernels for this GPU were not measured with batches by expert"
     here = gpu_of(device)
     kind = (here.backend, here.capability)
     like = next((gpu.name for gpu in GPUS.values() if (gpu.backend, gpu.capability) == kind), None)
@@ -306,13 +306,13 @@ def own_kernel(moe: Any, packed: PackedExperts, layer: Any, *, wait: bool) -> mo
 
 
 def compile_early(moe: Any, packed: PackedExperts, layer: Any) -> None:
-    """Begin to compile the kernels of experts that are not filled yet, whose values do not matter for that."""
+    """Begin to compile the kernels before the experts are filled: compiling needs no values."""
     if experts_class(moe) is not MoeqBatchedExperts:
         make_ready(_prepare(moe, packed, _experts_of_all_ranks(layer)), logger, wait=False)
 
 
 def _experts_of_all_ranks(layer: Any) -> int | None:
-    """Return the number of experts if ranks hold some each; None if each holds all."""
+    """Return the model's number of experts if each rank holds a part of them; None if each rank holds all."""
     return None if layer.expert_map is None else layer.global_num_experts
 
 
@@ -381,13 +381,13 @@ def adapters_of(context: Any, gated: bool, activation: MoEActivation) -> LoraExp
 def adapters_of_tokens(context: Any, tokens: int) -> torch.Tensor | None:
     """Return the adapter of each token, int32 or int64 `[tokens]`, -1 for none; None if no token has one.
 
-    The engine compares on the host, before the step, so a graph holds one of both ways.
+    The engine decides on the host, before the step, so a captured graph has either adapters or none.
     """
     wrapper = context.punica_wrapper
     meta = getattr(wrapper, "token_mapping_meta", None)
     if meta is not None and bool(meta.no_lora_flag_cpu.item()):
-        return None  # its mapping is that of an earlier step
-    mapping: torch.Tensor | None = context.local_token_lora_mapping  # of tokens that came from other ranks
+        return None  # the mapping is left from an earlier step
+    mapping: torch.Tensor | None = context.local_token_lora_mapping  # where tokens came from other ranks
     if mapping is None:
         mapping = wrapper.token_lora_indices if meta is None else meta.token_lora_mapping
     return mapping[:tokens]

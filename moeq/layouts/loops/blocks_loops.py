@@ -13,9 +13,9 @@ from moeq.layouts.loops.compiler import loop
 from moeq.layouts.loops.vectors import load, pick_bytes, store
 
 _LOW, _HIGH, _SIGN = np.uint8(15), np.uint8(0xF0), np.uint8(128)
-#: The low halves, and the sign bits, of eight bytes.
+#: Masks of the low halves, and of the sign bits, of eight bytes.
 _LOWS, _SIGNS = uint64(0x0F0F0F0F0F0F0F0F), uint64(0x8080808080808080)
-#: Numbers of IQ4_NL's codes.
+#: Number of each code of IQ4_NL.
 _IQ4_NL = (IQ4_NL_INT8.astype(np.int16) - 128).astype(np.float32)
 _1, _2, _3, _4, _12, _48, _192 = (np.uint8(n) for n in (1, 2, 3, 4, 12, 48, 192))
 
@@ -210,7 +210,7 @@ def q3_k(rows, halves, out):  # type: ignore[no-untyped-def]
 
 @loop
 def _two_bits(group):  # type: ignore[no-untyped-def]
-    """Return the first byte of a group of 16 codes: eight groups share 32 bytes."""
+    """Return the position of a group's first byte: eight groups of 16 codes share 32 bytes."""
     return 32 * (group >> 3) + 16 * (group & 1)
 
 

@@ -96,7 +96,7 @@ def _iq1_m(blocks: Array) -> tuple[Array, Array, Array]:
     words = _words(blocks[:, 48:], "<u2")
     step = (words >> 12) << np.array([0, 4, 8, 12], np.uint16)
     steps = np.bitwise_or.reduce(step, axis=1).view(np.float16).astype(np.float32)[:, None]
-    high = _bits(blocks[:, 32:48], 0, 4, mask=15).astype(np.uint16)  # 3 bits of an index, and which way it is moved
+    high = _bits(blocks[:, 32:48], 0, 4, mask=15).astype(np.uint16)  # 3 bits of an index, and the sign of its shift
     indices = blocks[:, :32] | high << 8
     return indices, np.zeros(indices.shape, np.uint8), steps * (2 * _bits(words, 0, 3, 6, 9, mask=7) + 1)
 
@@ -116,7 +116,7 @@ CODEBOOKS: dict[str, tuple[int, Callable[[Array], tuple[Array, Array, Array]]]] 
 
 @cache
 def _book(kind: str) -> Array:
-    """Return float32 `[indices, 4 or 8]`: the numbers of every index. Those of IQ1 are moved by 1/8, up or down."""
+    """Return float32 `[indices, 4 or 8]`: the numbers of every index. Numbers of IQ1 are shifted by 1/8, up or down."""
     from gguf import quants
 
     form = getattr(quants, kind.upper())

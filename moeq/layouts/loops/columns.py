@@ -66,7 +66,7 @@ def look_up_rows(table: Array, source: Array, times: int, out: Array) -> None:
 
 
 def all_in(table: Array, source: Array) -> bool:
-    """Return whether the table (uint8, 0 or 1, of every element there can be) has a 1 for each of a matrix."""
+    """Return whether the table (uint8, 0 or 1 for every possible element) has a 1 for each element of a matrix."""
     return bool(_loops.all_in(table, source))
 
 
@@ -91,7 +91,7 @@ def add_negative_zeros(flags: Array, words: Array) -> None:
 
 
 def without(byte: int, source: Array, out: Array) -> None:
-    """Copy with 0 in place of a byte: uint8 `[N, K]`, rows contiguous."""
+    """Copy `source` to `out` with 0 in place of a byte: uint8 `[N, K]`, rows contiguous."""
     _loops.without(np.uint8(byte), source, out)
 
 

@@ -12,7 +12,7 @@ from moeq.layouts.loops.vectors import LANES, is_blank, load, zeros
 
 @loop
 def octets_differ(left, right):  # type: ignore[no-untyped-def]
-    """Compare rows of bytes; each row is contiguous."""
+    """Return whether rows of bytes differ; each row is contiguous."""
     found, odd = zeros(), 0
     width = right.shape[1]
     for n in range(right.shape[0]):
@@ -47,7 +47,7 @@ def elements_differ(left, right):  # type: ignore[no-untyped-def]
 
 @loop
 def word_columns_differ(columns, first, rows):  # type: ignore[no-untyped-def]
-    """Compare with the transpose of a matrix of 32-bit words."""
+    """Return whether columns differ from the transpose of a matrix of 32-bit words."""
     found = zeros()
     whole_n, whole_k = rows.shape[0] // SIDE * SIDE, rows.shape[1] // SIDE * SIDE
     for k in range(0, whole_k, SIDE):
@@ -61,7 +61,7 @@ def word_columns_differ(columns, first, rows):  # type: ignore[no-untyped-def]
 
 @loop
 def columns_differ(columns, first, rows):  # type: ignore[no-untyped-def]
-    """Compare with a transpose, in squares that stay in the first-level cache."""
+    """Return whether columns differ from a transpose, in squares that stay in the first-level cache."""
     found = uint64(0)
     for n in range(0, rows.shape[0], SIDE):
         for k in range(0, rows.shape[1], SIDE):

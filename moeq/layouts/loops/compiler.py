@@ -1,4 +1,4 @@
-"""Compilation of loops with numba. Only loops import this module, and what runs a loop that is not in the cache.
+"""Compilation of loops with numba. Only loops import this module, and code that runs a loop missing in the cache.
 
 A loop becomes a function of C that depends on nothing but the C library, so that its object code can be loaded without
 numba, whose import takes longer than most of what moeq starts with (`moeq.layouts.loops.native` calls and keeps it).
@@ -20,12 +20,12 @@ from numba.extending import intrinsic, overload
 
 from moeq.layouts.loops.target import INTERFACE_WORDS, Kind, target_machine
 
-#: Declares a loop, and a function that loops call. Everything is inlined into what calls it: only then LLVM sees that
-#: nothing raises and that no array is kept, and leaves out the calls of numba's runtime that this would need.
+#: Options of loops and of functions that loops call. Every function is inlined into its caller: only then LLVM sees
+#: that nothing raises and that no array is kept, and leaves out calls of numba's runtime.
 _OPTIONS = {"boundscheck": False, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 loop = njit(**_OPTIONS)
 
-#: Declares a loop of floats that may be added in any order, several at once, and products without being rounded first.
+#: Decorator of a loop whose sums may be added in any order, several at once, with products that are not rounded.
 loop_of_sums = njit(**_OPTIONS, fastmath={"reassoc", "contract", "nsz"})
 
 #: Functions that compiled loops may call: LLVM turns copies and fills into these.
@@ -37,9 +37,9 @@ _WORD = ir.IntType(64)
 class Compiled(NamedTuple):
     """A loop that has been compiled."""
 
-    function: Callable[[bytes], int]  #: calls it in this process
-    #: Its object code; None where it needs numba's runtime, because the loop raises, allocates, or calls a function
-    #: that is not inlined. Exceptions are printed and ignored.
+    function: Callable[[bytes], int]  #: function that calls the loop in this process
+    #: Object code of the loop; None where it needs numba's runtime, because the loop raises, allocates, or calls a
+    #: function that is not inlined. Exceptions are printed and ignored.
     code: bytes | None
 
 
@@ -47,7 +47,7 @@ def compile_loop(module: str, name: str, kinds: Sequence[Kind], symbol: str) -> 
     """Compile a loop for arguments of these kinds.
 
     Args:
-        symbol: the function in the object, `int64 symbol(void *words)`: `words` are the arguments as
+        symbol: name of the function in the object, `int64 symbol(void *words)`: `words` are the arguments as
             `moeq.layouts.loops.native` spells them, the result is the loop's, and 0 where it returns none.
     """
     looped, arguments = getattr(import_module(module), name), _arguments([_numba_type(kind) for kind in kinds])
@@ -61,7 +61,7 @@ def compile_loop(module: str, name: str, kinds: Sequence[Kind], symbol: str) -> 
     declared = {item.name for item in (*compiled.functions, *compiled.global_variables) if item.is_declaration}
     alone = {item for item in declared if not item.startswith("llvm.")} <= _C_LIBRARY
     function = entry.ctypes
-    function.owner = entry  # of the machine code, which has to stay
+    function.owner = entry  # keep the machine code alive
     return Compiled(function, target_machine().emit_object(compiled) if alone else None)
 
 

@@ -33,7 +33,7 @@ class Coded:
     zeros: Array  #: uint8 `[N, G]`, zero points of integers; zeros for floats
     scales: Array  #: float64 `[N, G]`
     index: Array  #: int32 `[K]`, the group of each column
-    run: int  #: columns from each multiple of this number on that have one group
+    run: int  #: number of columns that, from each of its multiples on, have one group
 
     def __post_init__(self) -> None:
         """Check the index. Raises MoeqError `source.bad-data`."""
@@ -56,8 +56,8 @@ class Measured:
     squares: float  #: sum of the squares of all differences
     norm: float  #: sum of the squares of the values
     first: tuple[int, int]  #: row and column of the first difference
-    before: float  #: the value there
-    after: float  #: what was written there
+    before: float  #: value at that place
+    after: float  #: number that was written there
 
 
 def joined(halves: Sequence[Measured | None], rows: int, interleaved: bool) -> Measured | None:
@@ -94,7 +94,7 @@ def write(matrix: Coded, out: Array, *, binary16: bool) -> None:
 
     Args:
         out: rows of floats: uint16 `[N, K]`, or uint32 for float32; each row contiguous.
-        binary16: floats of 16 bits are binary16, not bfloat16.
+        binary16: whether floats of 16 bits are binary16 instead of bfloat16.
     """
     numbers = np.empty((1, len(matrix.index)), np.float32)
     _loops.round_rows(*by_table(matrix), _kind(out, binary16), numbers, numbers.view(np.uint32), out)
@@ -136,7 +136,7 @@ def write_fp8_strip(numbers: Array, out: Array) -> Array | None:
 def measure(matrix: Coded, found: Array, block: tuple[int, int], *, binary16: bool) -> Measured | None:
     """Compare rows of floats, as for `write`, with a matrix; `block` are rows and columns that count as a block.
 
-    Returns the change, with 0 numbers where all are equal (0.0 equals -0.0); None where a number is not finite.
+    Returns the difference, with 0 numbers where all are equal (0.0 equals -0.0); None where a number is not finite.
     """
     numbers = np.empty((2, len(matrix.index)), np.float32)
     sides = *_by_bits(matrix), _kind(found, binary16), found
@@ -144,7 +144,7 @@ def measure(matrix: Coded, found: Array, block: tuple[int, int], *, binary16: bo
 
 
 def measure_codes(matrix: Coded, found: Coded, block: tuple[int, int]) -> Measured | None:
-    """Compare with a matrix of other codes that should mean the same numbers, as `measure` does."""
+    """Compare a matrix, as `measure` does, with one of other codes that should mean the same numbers."""
     numbers = np.empty((2, len(matrix.index)), np.float32)
     return _measured(_loops.measure_codes, (*_by_bits(matrix), *_by_bits(found)), (numbers,), block)
 

@@ -21,10 +21,10 @@ _NORMAL8, _REBIAS8, _ROUND8, _20, _24 = (np.uint32(n) for n in (0x3C800000, 960,
 _STEP8, _STEP8_BITS = np.float32(2.0**14), np.uint32(0x46800000)
 
 
-#: Least float32 bits without the sign that are no finite number.
+#: Bits of infinity in float32: magnitudes with these or larger bits are no finite numbers.
 _NOT_FINITE = np.uint32(0x7F800000)
 
-#: Stands for the exponent of a block with such a number.
+#: Exponent that stands for a block with a number that is not finite.
 _NO_POWER = 1 << 20
 
 _meanings = scratch(np.float32, 16)
@@ -32,7 +32,7 @@ _meanings = scratch(np.float32, 16)
 
 @loop
 def round_rows(codes, bits, table, zeros, index, ends, scales, kind, numbers, bits_of, out):  # type: ignore[no-untyped-def]
-    """Fill rows: values by a table of codes, rounded to nearest even. Columns up to `ends[k]` have the group of k.
+    """Fill rows with values by a table of codes, rounded to nearest even. Columns up to `ends[k]` have the group of k.
 
     `kind` is 0 for bfloat16, 1 for binary16, 2 for float32. `numbers`, float32 `[1, K]`, holds a row, and `bits_of` is
     the same memory as uint32.
@@ -63,7 +63,7 @@ def look_up_row(codes, bits, table, zeros, index, ends, scales, first, values): 
             for k in range(len(filled)):
                 filled[k] = np.float32((np.float64(table[octets[k]]) - zero) * scale)
         else:
-            for code in range(len(table)):  # not 16, for which no vectors are made
+            for code in range(len(table)):  # a constant 16 would keep LLVM from making vectors
                 meanings[code] = np.float32((np.float64(table[code]) - zero) * scale)
             _look_up_nibbles(codes, meanings, start, filled)
         start = stop
@@ -207,8 +207,8 @@ def measure_rows(  # type: ignore[no-untyped-def]
         block: int64 `[2]`, rows and columns of a block.
         numbers: float32 `[2, K]`, room for a row of each side.
         bits_of: the same memory as uint32.
-        sums: float64 `[5]`, of zeros: squares of changes, squares of values, the largest change, and both numbers of
-            the first one.
+        sums: float64 `[5]`, of zeros: squares of changes, squares of values, the largest change, and both numbers
+            of the first change.
         counts: int64 `[4]`, of zeros: numbers and blocks that changed, row and column of the first number.
         touched: uint8, room for as many blocks as a row has.
 
@@ -246,7 +246,7 @@ def measure_codes(  # type: ignore[no-untyped-def]
     counts,
     touched,
 ):
-    """Compare with a matrix of other codes, whose arguments are `found` to `factors`."""
+    """Compare rows of codes with a matrix of other codes, whose arguments are `found` to `factors`."""
     start = 0
     while start < found.shape[0]:
         touched[:] = 0
@@ -275,7 +275,7 @@ def measure_numbers(before, found, first, block, sums, counts, touched):  # type
 
 @loop
 def _compare_numbers(n, width, values, read, sums, counts, touched):  # type: ignore[no-untyped-def]
-    """Add the changes in row n. Sums become infinite or NaN where a number of either side is."""
+    """Add the changes in row n. Sums become infinite or NaN where a number of either side is so."""
     _add_squares(values, read, sums)
     for place in range(len(touched)):
         start = place * width
@@ -305,7 +305,7 @@ def _add_squares(values, read, sums):  # type: ignore[no-untyped-def]
         sizes += value * value
         largest = max(
             largest, np.uint64(np.float64(change).view(np.uint64) & _REST64)
-        )  # magnitudes are in order as integers
+        )  # bits of magnitudes sort as the magnitudes do
     sums[0] += changes
     sums[1] += sizes
     sums[2] = max(sums[2], np.uint64(largest).view(np.float64))
@@ -365,7 +365,7 @@ def _integer(code, zero, scale):  # type: ignore[no-untyped-def]
 
 @loop
 def _short_product(code, zero, scale):  # type: ignore[no-untyped-def]
-    """Return what `_integer` does for a scale of float32, of which the product in float32 is rounded once as well."""
+    """Return what `_integer` does, for a float32 scale: the float32 product is then rounded once, too."""
     return np.float32(np.float32(np.float32(np.int32(code)) - np.float32(np.int32(zero))) * scale)
 
 

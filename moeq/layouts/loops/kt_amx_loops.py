@@ -13,12 +13,12 @@ from moeq.layouts.loops.vectors import LANES, load, pick_bytes, store, store_eac
 _1, _16 = np.uint32(1), np.uint32(16)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
-#: A float32 number whose last bit stands for 1: adding it rounds a small number to an integer. And its bits.
+#: Float32 number whose last bit stands for 1, so that adding it rounds a small number to an integer; and its bits.
 _ROUNDING, _ROUNDING_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 
 _LOW_HALVES, _SIGNS_4, _SIGNS_8 = uint64(0x0F0F0F0F0F0F0F0F), uint64(0x8888888888888888), uint64(0x8080808080808080)
 
-# The first and second 64 of 128 codes, of which one vector has the even and another one the odd ones; and back.
+# Permutations of 128 codes: from vectors of even and odd codes to the first and the last 64 codes, and back.
 _first_codes = pick_bytes(*(64 * odd + i for i in range(32) for odd in range(2)))
 _second_codes = pick_bytes(*(64 * odd + 32 + i for i in range(32) for odd in range(2)))
 _even_codes = pick_bytes(*range(0, 128, 2))
@@ -38,7 +38,7 @@ def quantize(numbers, bits_of, bits, codes, scales):  # type: ignore[no-untyped-
 def quantize_codes(  # type: ignore[no-untyped-def]
     stored, width, table, zeros, index, ends, factors, row, numbers, bits_of, bits, codes, scales
 ):
-    """Fill rows from codes: arguments up to `factors` are those of `look_up_row`, and `row` holds one, as numbers."""
+    """Fill rows from codes: arguments up to `factors` are those of `look_up_row`; `row` has room for one row."""
     for n in range(scales.shape[0]):
         look_up_row(stored[n], width, table, zeros[n], index, ends, factors[n], 0, row)
         _quantize_row(numbers, bits_of, bits, codes[n], scales[n])
@@ -51,7 +51,7 @@ def _quantize_row(numbers, bits_of, bits, codes, scales):  # type: ignore[no-unt
         step = np.float32(np.float64(top) / 112) if bits == 4 else top / np.float32(127)
         inverse = np.float32(1) / step if step > 0 else np.float32(0)
         if not np.isfinite(inverse):
-            inverse = np.float32(0)  # a row of numbers too small
+            inverse = np.float32(0)  # all numbers of the row are too small to have an inverse
         if bits == 4:
             _code_nibbles(numbers[g], inverse, codes[g])
         else:
@@ -100,7 +100,7 @@ def _code_nibbles(numbers, factor, codes):  # type: ignore[no-untyped-def]
 
 @loop
 def tile(codes, bits, row_block, column_block, squares):  # type: ignore[no-untyped-def]
-    """Fill squares of words, each transposed: in every block, steps of 32 rows and of 64 bytes, and two in each."""
+    """Fill transposed squares of words: in every block by steps of 32 rows, then of 64 bytes; two squares a step."""
     square, place, row = _square(), 0, 0
     while row < codes.shape[0]:
         column, rows = 0, codes[row : row + row_block]

@@ -27,7 +27,7 @@ _4, _32 = np.uint64(4), np.uint64(32)
 _row, _block, _pair = scratch(np.uint64, ROWS), scratch(np.uint64, LANES, ROWS), scratch(np.uint64, 2, ROWS)
 
 
-# A block: words of 64 rows, those of a column together.
+# A block holds words of 64 rows, the words of one column next to each other.
 
 
 @loop
@@ -85,7 +85,7 @@ def _merged(x, y):  # type: ignore[no-untyped-def]
 
 @loop
 def _split(even, odd):  # type: ignore[no-untyped-def]
-    """Invert the split: return the words of both rows."""
+    """Invert `_merged`: return the words of both rows."""
     first = (even & _EVEN) | ((odd & _EVEN) << _4)
     second = ((even >> _4) & _EVEN) | (odd & _ODD)
     return (first & _LOW) | (second << _32), (first >> _32) | (second & _HIGH)

@@ -2,12 +2,12 @@
 
 The magnitudes of E2M1 are 0, 0.5 and (2 + m % 2) * 2**(m // 2) / 4 for codes m from 2 on: exponents and mantissas lie
 in a code as they do in E4M3 and bfloat16. So m shifted to its place, plus a constant of the group's exponent, is the
-number; only 0 and 0.5 differ. Eight codes (four, for bfloat16) are done at once, in a 64-bit word. Where that would
-leave the normal numbers, tables are taken, a byte of two codes at a time. Blocks of FP8 are 128 rows by 128 columns,
+number; only 0 and 0.5 differ. Eight codes (four, for bfloat16) are done at once, in a 64-bit word. Where results would
+not be normal numbers, tables are used, for a byte of two codes at a time. Blocks of FP8 are 128 rows by 128 columns,
 and a group is 32 columns: 16 bytes.
 
-What was written is proven the other way round: numbers are taken apart into codes, which have to be the source's, and
-whatever is the number of no code is seen. The tables of the proof are made by decoding every number to its value.
+What was written is proven the other way round: numbers are taken apart into codes, which have to be the source's, so
+that a number which no code has is found. The tables of the proof are made by decoding every number to its value.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _loops = Loops("moeq.layouts.loops.recode_loops")
 #: Rows and columns of a block, bytes of a group, groups of a block.
 BLOCK, GROUP_BYTES, GROUPS = 128, 16, 4
 
-#: Differences of exponents (of a group and of its block's scale) that tables are made for. A magnitude is 6 at most,
-#: which fits E4M3 under 2**6, and 0.5 at least, which fits down to 2**-8; a group of small codes may lie higher, of
-#: large ones lower.
+#: Range of the differences between a group's exponent and its block's that the tables cover. A magnitude is 6 at most,
+#: which fits E4M3 under 2**6, and 0.5 at least, which fits down to 2**-8; a group of small codes may lie higher, and
+#: one of large codes lower.
 LOWEST, HIGHEST = -11, 9
 
 #: Row of the tables for groups that hold nothing but zeros, whatever their exponent.
@@ -55,7 +55,7 @@ def to_fp8_blocks(codes: Array, exponents: Array, out: Array, scales: Array) -> 
 
 
 def holds_fp8_blocks(codes: Array, exponents: Array, found: Array, scales: Array) -> bool:
-    """Return whether FP8 blocks hold exactly these numbers, signs of zeros included. Arguments as for `to_fp8_blocks`.
+    """Return whether FP8 blocks hold exactly the codes' numbers and signs. Arguments as for `to_fp8_blocks`.
 
     The answer is False for numbers near the ends of float32's range, whose products are not exact.
     """
@@ -74,7 +74,7 @@ def to_bf16(codes: Array, exponents: Array, out: Array) -> None:
 
 
 def holds_bf16(codes: Array, exponents: Array, found: Array) -> bool:
-    """Return whether bfloat16 numbers are exactly these. Arguments as for `to_bf16`."""
+    """Return whether bfloat16 numbers are exactly those of the codes. Arguments as for `to_bf16`."""
     return bool(
         _loops.holds_bf16(codes.view(np.uint16), codes, exponents, found.view(np.uint64), _values().view(np.uint32))
     )
@@ -97,7 +97,7 @@ def to_e4m3_scales(exponents: Array, shift: int, out: Array) -> None:
 
 
 def holds_e4m3_scales(codes: Array, exponents: Array, found: Array, global_scale: float) -> bool:
-    """Return whether E4M3 scales times a global one are these powers of two, wherever a group holds anything but zeros.
+    """Return whether E4M3 scales times a global one are 2**exponent, wherever a group holds anything but zeros.
 
     Args:
         found: uint8 `[N, 2 G]`, E4M3.

@@ -8,7 +8,7 @@ from moeq.layouts.float_bits import BIAS
 from moeq.layouts.loops.compiler import loop
 from moeq.layouts.loops.recode import BLOCK, GROUP_BYTES, GROUPS, HIGHEST, LOWEST, ZEROS
 
-#: Exponents of scales of blocks that are proven. Beyond, float32 ends, and so does what its operations keep.
+#: Exponents of blocks' scales that are proven. Beyond them float32 operations are not exact.
 _LEAST_SCALE, _GREATEST_SCALE = -100, 110
 
 #: Largest exponent of a block whose groups hold only zeros.
@@ -100,9 +100,9 @@ def to_fp8_blocks(words, codes, exponents, out, scales, tops, table):  # type: i
                 for j in range(4 * group, 4 * group + 4):
                     code = _spread8(words[row, j])
                     m = code & _SIZES8
-                    some = ((m + _REST8) & _SIGNS8) >> _7  # not 0
-                    two = ((m + (_REST8 - _ONES8)) & _SIGNS8) >> _7  # 2 and more
-                    shifted = (m - (some ^ two)) << _2  # of 1, nothing is left
+                    some = ((m + _REST8) & _SIGNS8) >> _7  # 1 where the magnitude is not 0
+                    two = ((m + (_REST8 - _ONES8)) & _SIGNS8) >> _7  # 1 where it is 2 or more
+                    shifted = (m - (some ^ two)) << _2  # a magnitude of 1 becomes 0
                     out[row, j] = (shifted + some * constant) | ((code & _SIGN8) << _4)
 
 
@@ -216,7 +216,7 @@ def to_bf16(words, codes, exponents, out, table):  # type: ignore[no-untyped-def
 
 @loop
 def holds_bf16(words, codes, exponents, found, values):  # type: ignore[no-untyped-def]
-    """Compare by table as bits of float32; infinite numbers equal none of them."""
+    """Compare with the table's values as bits of float32, to which infinite numbers are never equal."""
     wrong = np.uint64(0)
     for row in range(codes.shape[0]):
         for group in range(exponents.shape[1]):

@@ -67,7 +67,7 @@ def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> Non
 
 
 def _widened(arrangement: Arrangement, elements: Array, words: Array) -> tuple[Arrangement, Array, Array]:
-    """Take elements that stay neighbours as one, as far as memory is aligned for that."""
+    """Return the arrangement and views that take elements which stay neighbours as one, where alignment allows."""
     wide, width = nibbles.over_words(arrangement, elements.shape[1], elements.itemsize)
     if width == elements.itemsize or elements.ctypes.data % width or words.ctypes.data % width:
         return arrangement, elements, words
@@ -98,7 +98,7 @@ def _tables(arrangement: Arrangement, rows: int, columns: int) -> _Tables:
         taken //= 2
     axes = [(radix[name], element_stride[name], word_stride[name]) for name in table]
     axes.append((taken, element_stride[inner], word_stride[inner]))
-    # In the order of the elements: rows are often a power of two apart, and so would crowd into few cache sets.
+    # Words follow the order of the elements: rows, often a power of two apart, would crowd into few cache sets.
     axes.sort(key=lambda axis: -abs(axis[1]))
     sizes = [first, radix[outer], element_stride[outer], word_stride[outer]]
     sizes += [radix[inner] // taken, element_stride[inner] * taken, word_stride[inner] * taken]

@@ -35,15 +35,15 @@ _NDIM = 3
 
 
 class UnrecordedError(Exception):
-    """Work did something that no tape can repeat."""
+    """Error of work that did something that no tape can repeat."""
 
 
 class Traced(np.ndarray[Any, Any]):
     """View of memory that differs from one run of a tape to the next."""
 
-    base_number: int | None = None  #: which piece of memory it lies in
-    base_address: int = 0  #: where that begins
-    base_bytes: int = 0  #: its size
+    base_number: int | None = None  #: number of the piece of memory that the view lies in
+    base_address: int = 0  #: address at which that memory begins
+    base_bytes: int = 0  #: size of that memory
 
     def __array_finalize__(self, parent: Any) -> None:
         if isinstance(parent, Traced):
@@ -123,11 +123,11 @@ class Tape:
     def __init__(self) -> None:
         self.bases: list[range] = []  #: addresses of each piece of memory
         self.functions: list[Callable[[bytes], int]] = []  #: machine code of every loop
-        self.results: list[int] = []  #: what every loop returned
+        self.results: list[int] = []  #: result of every loop
         self.firsts: list[int] = []  #: number of the first word of every loop's arguments
-        self.words: list[int] = []  #: arguments: numbers as they are
-        self.places: list[int] = []  #: which words are arrays
-        self.arrays: list[tuple[int, int]] = []  #: memory of each array, and its first byte in that
+        self.words: list[int] = []  #: arguments of all loops; arrays are filled in later
+        self.places: list[int] = []  #: numbers of the words that are arrays
+        self.arrays: list[tuple[int, int]] = []  #: number of each array's memory, and its first byte there
         self.forms: list[int] = []  #: numbers of shapes, then of strides, of all arrays
         self.ndims: list[int] = []  #: dimensions of each array
         self.constants: list[Array] = []  #: memory of number -1
@@ -177,7 +177,7 @@ class Tape:
 
 
 class Player:
-    """Runs a tape for up to `count` pieces of work at once. One thread uses it."""
+    """Player of a tape for up to `count` pieces of work in one call. One thread uses it."""
 
     def __init__(self, tape: Tape, count: int) -> None:
         calls, arrays = len(tape.functions), len(tape.arrays)
@@ -204,10 +204,10 @@ class Player:
         """Run the tape for several pieces of work, one after the other.
 
         Args:
-            addresses: int64 `[pieces, bases]`, where each piece of memory begins; as aligned as what was recorded.
+            addresses: int64 `[pieces, bases]`, addresses of all memory, aligned as the recorded memory was.
 
         Returns:
-            For each, whether everything went as recorded. Otherwise what was written means nothing.
+            Whether each piece went as recorded; if not, what was written for it means nothing.
         """
         count = len(addresses)
         memory = np.concatenate([addresses, np.zeros((count, 1), np.int64)], axis=1)  # constants are number -1

@@ -22,7 +22,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The same maps on row 2 i + h of the interleaved matrix: its lowest row digit is h, so each map's lowest row digit
+# Marlin's maps for row 2 i + h of the interleaved matrix: its lowest row digit is h, so each map's lowest row digit
 # (r or c) gives its last bit to h.
 WEIGHT_PAIRS = Arrangement("h2 n c4 o2 r4, k e2 p4 q2 -> k n r h p c | q o e")
 _WEIGHT_A8_PAIRS = Arrangement("h2 n m4 r4, k e2 p4 q4 -> k n r h p m | q e")
@@ -37,7 +37,7 @@ class MarlinMXFP4(MXFP4Layout):
     """MXFP4 for bf16 parameters: every exponent byte is kept.
 
     `weight` int32 `[K / 16, 2 N]`, `scale` uint8 `[K / 32, N]`, `bias` `[N]` in the parameters' dtype. Scales lie in
-    the group order and, within four, in the order 0, 2, 1, 3.
+    the group order and, within four columns, in the order 0, 2, 1, 3.
     """
 
     id = "marlin-mxfp4/1"

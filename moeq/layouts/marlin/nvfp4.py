@@ -39,7 +39,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Scales are stored times 2**7, and 0 below 2.
+#: Exponent of the power of two that multiplies stored scales, and the number below which a product becomes 0.
 _SHIFT, _LEAST = 7, 2.0
 
 
@@ -106,7 +106,7 @@ class MarlinNVFP4(Layout):
 
     @property
     def factor(self) -> float:
-        """Power of two, from the largest scale of the local experts."""
+        """Power of two that multiplies all scales, from the largest scale of the local experts."""
         largest = self.calibration or 0.0
         return 2.0 ** math.floor(math.log2(E4M3_MAX / largest)) if 0 < largest < E4M3_MAX else 1.0
 

@@ -108,7 +108,7 @@ class MarlinActOrder(_MarlinIntegers):
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         found = super().problems(spec)
         if not spec.act_order and spec.num_groups > 1:
-            found.append(Problem("layout.act-order", "the matrix has no act-order", "marlin-wna16/1 is for those"))
+            found.append(Problem("layout.act-order", "the matrix has no act-order", "marlin-wna16/1 needs none"))
         return found
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
@@ -159,7 +159,7 @@ def _groups(matrix: QuantizedMatrix) -> Tensor:
     return torch.zeros(matrix.spec.k, dtype=torch.int32)
 
 
-#: Scales of int8 activations are integers below this.
+#: Integer that stands for the largest group scale where activations are int8.
 _STEPS = 4096
 
 
@@ -216,7 +216,7 @@ class MarlinInt8Act(_MarlinA8):
         if name != "scale" or matrix.spec.num_groups == 1:
             return super().encode(name, matrix)
         scales = matrix.scales
-        # In the scale dtype, operation by operation: the engine's bytes carry that rounding.
+        # Every operation is in the scale dtype, because the engine's bytes carry that rounding.
         steps = scales / scales.new_tensor(self.calibrated()) * _STEPS
         return steps.round().to(torch_dtype("I16")).view(scales.dtype)
 
@@ -277,7 +277,7 @@ class MarlinFp8Act(_MarlinA8):
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
         if spec.symmetric:
-            # The rewrite is its own inverse on all bits but the top one of each code, before and after.
+            # The rewrite is its own inverse if the top bit of each code is flipped before and after.
             words = parts["weight"] ^ _TOP_BITS
             return super().unpack({**parts, "weight": _around_midpoint_(words).bitwise_xor_(_TOP_BITS)}, spec)
         matrix = super().unpack(parts, spec)
