@@ -14,8 +14,8 @@
     writer = moeq.Writer([moeq.writable_layer("destination", 0, tensors=served)])
     writer.update(0, 3, "gate", new_weights)          # in place, the bytes of a fresh conversion
 
-What a command does is one function with the command's options by the same names; one `moeq.Deployment` may stand for
-the deployment options. Records are one line as text, and a table in a notebook.
+Each command is one function, whose arguments have the names of the command's options; one `moeq.Deployment` may
+stand for the deployment options. A record prints as one line, and is a table in a notebook.
 
 Importing this module imports no torch.
 """

@@ -63,7 +63,7 @@ def in_code(text: object) -> str:
 
 
 def in_data(value: Any) -> Any:
-    """Make every text in plain values for YAML `plain`."""
+    """Return plain values for YAML with `plain` applied to every text."""
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, dict):

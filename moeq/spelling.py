@@ -1,7 +1,7 @@
 """How messages spell options: `--tp 2` for a shell, `tp=2` for Python.
 
 A message is made where the fault is, which knows neither who asked nor how. It names an option by `option`, with the
-keyword and the value of Python; the command line says once that it is a shell which listens. No torch.
+keyword and the value of Python; the command line says once that messages go to a shell. No torch.
 """
 
 from __future__ import annotations

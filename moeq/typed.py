@@ -19,7 +19,7 @@ from moeq.errors import MoeqError
 
 T = TypeVar("T")
 
-#: Bound of integers: larger ones fit no file offset, and exist to make readers allocate.
+#: Upper bound of integers: larger ones fit no file offset, and only attackers write them.
 _MAX_INTEGER = 1 << 63
 
 #: Deepest nesting that is read: four times that of any document which moeq or the Hub writes.
@@ -55,7 +55,7 @@ def spell_floats(value: Any) -> Any:
 
 
 def check_depth(value: Any, where: str, code: str) -> None:
-    """Refuse JSON that is nested deeper than MAX_DEPTH: whoever walks or writes it would run out of stack.
+    """Refuse JSON that is nested deeper than MAX_DEPTH: code that walks or writes it would run out of stack.
 
     Raises:
         MoeqError: `code`.

@@ -57,7 +57,7 @@ def planned(count: int, stride: int, length: int) -> tuple[Queued, int]:
 
 
 def _level(first: int, count: int) -> Area:
-    """Return the chaining values of a level, which begins at a word of all nodes."""
+    """Return the area of a level's chaining values, which begins at word `first` of the memory of all nodes."""
     return Area.of("nodes", torch.int32, 8 * count, offset=4 * first)
 
 

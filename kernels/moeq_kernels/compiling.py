@@ -51,7 +51,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Specialisation:
-    """Build of a kernel."""
+    """Description of a kernel's build."""
 
     kernel: str  #: device function as in `Launch.kernel`
     types: tuple[tuple[str, str], ...]  #: Triton types by parameter; all other parameters are constants
@@ -214,7 +214,7 @@ def _parse(content: bytes) -> Binary | None:
 
 
 def _digest(rest: bytes) -> bytes:
-    """Return the digest that the first line of a cache file holds of the other lines."""
+    """Return the digest of a cache file's other lines, which its first line holds."""
     return hashlib.sha256(rest).hexdigest().encode()
 
 
@@ -226,7 +226,7 @@ def binary(wanted: Specialisation, gpu: Gpu) -> Binary:
     built = compile_one(wanted, gpu)
     metadata = built.metadata
     if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
-        raise KernelEnvironmentError(f"{wanted.kernel} wants scratch memory, which launches here do not give")
+        raise KernelEnvironmentError(f"{wanted.kernel} needs scratch memory, which these launches do not provide")
     boxes = tuple(
         (box["swizzle"], tuple(box["block_size"])) for box in getattr(metadata, "tensordesc_meta", None) or ()
     )

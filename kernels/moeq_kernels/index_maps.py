@@ -23,7 +23,7 @@ class Placement:
     """Words of a packed tensor that hold a matrix."""
 
     digits: tuple[Digit, ...]  #: digits of the number of a word, least significant first
-    #: Row and column offset of each element of a word, that in the lowest bits first.
+    #: Row and column offset of each element of a word; the element in the lowest bits comes first.
     fields: tuple[tuple[int, int], ...]
     bits: int  #: bits of an element
     flip: int = 0  #: bits of each element that are stored inverted

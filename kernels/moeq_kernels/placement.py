@@ -159,7 +159,7 @@ def planned(
     target_sizes: tuple[int, ...],
     target_strides: tuple[int, ...],
 ) -> Launch:
-    """Plan a write, the one of this number, from a source of some dtype, sizes and strides into such a target.
+    """Plan write `number`, from a source of dtype `given` with sizes and strides into a target of dtype `stored`.
 
     Raises KernelArgumentError as `place_together`.
     """
@@ -173,7 +173,7 @@ def planned(
         sizes, strides = (1, *sizes), (0, *strides)
     each = words // max(sizes[0], 1)
     if len(sizes) != 3 or last >= each or each * sizes[0] != words:
-        raise KernelArgumentError(f"word {last} of {each}, from {list(sizes)}")
+        raise KernelArgumentError(f"the placement writes word {last} of {each}, from {list(sizes)}")
     dtype = _WORDS[given.itemsize] if given.is_floating_point else given
     source = Area(f"source{number}", dtype, sizes, strides)
     arguments: dict[str, Any] = {"source": source, "target": Area.of(f"target{number}", word, words)}

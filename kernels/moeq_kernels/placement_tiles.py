@@ -40,7 +40,7 @@ class _Bit:
     stride: int = 0
     field: int = 0
     reversed: bool = False
-    weight: int = 0  # in the topmost digit of its axis
+    weight: int = 0  # value of the bit in the topmost digit of its axis
 
 
 def _log2(value: int) -> int | None:

@@ -352,7 +352,7 @@ class PreparedLayer:
         raise KernelArgumentError(
             f"workspace is {shape_of(workspace)} at {workspace.data_ptr():#x}, strides {list(workspace.stride())}; it "
             f"has to be uint8 [{needed}], contiguous, at a multiple of 16",
-            "workspace_bytes(tokens) is enough for all calls of up to so many tokens",
+            "workspace_bytes(tokens) is enough for all calls of up to `tokens` tokens",
         )
 
 
@@ -461,7 +461,7 @@ def prepare_for(
         reason = reason or support.unsupported_reason(problem)
         against = next(mma.reasons(problem), None)
         if against and reason and not portable and mma.on(problem):
-            reason = against  # the GPU cannot be changed, so its reason would not help
+            reason = against  # a reason that lies in the GPU would not help, as it cannot be changed
         other = "portable" if against else "mma-w4a16"
         family = other if reason else support.family(problem)
     early = dependent and not problem.interpret and problem.gpu.capability >= (9, 0)
@@ -473,7 +473,7 @@ def _gpu(device: torch.device, name: str | None) -> Gpu:
     if name is None:
         require(device.type != "meta", "experts are on meta and no gpu is named", f"known: {', '.join(GPUS)}")
         return gpu_of(device)
-    require(device.type == "meta", f"gpu is '{name}', but experts are on {device}, which is asked itself")
+    require(device.type == "meta", f"gpu is '{name}', but experts are on {device}; gpu is for experts on meta")
     require(name in GPUS, f"unknown gpu '{name}'", f"known: {', '.join(GPUS)}")
     return GPUS[name]
 

@@ -256,7 +256,7 @@ class Replays:
         self._off = False
 
     def run(self, addresses: Sequence[int], stream: int, make: Callable[..., Replay]) -> bool:
-        """Replay, or return False: for first calls on a stream, during a capture, and after a failure of graphs."""
+        """Replay; return False instead for a stream's first calls, in a capture, and after a failure of graphs."""
         cuda = graphs()
         if self._off or cuda is None:
             return False

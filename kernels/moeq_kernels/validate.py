@@ -193,10 +193,10 @@ def _check_second_scales(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format
     require(asked in ("", "fp8"), f"unknown activation_dtype '{asked}' of {name}", "known: fp8, or nothing")
     if asked and not fmt.fp8_activations:
         readable = ", ".join(layout for (layout, _), one in FORMATS.items() if one.fp8_activations)
-        hint = f"layouts that do: {readable}"
+        hint = f"layouts that have them: {readable}"
         prepared = [layout for layout, element in W4A8 if element == matrix.element]
         if matrix.layout in prepared:
-            hint = f"a layer of `prepare` does on Hopper; {hint}"
+            hint = f"a layer of `prepare` has them on Hopper; {hint}"
         elif prepared:
             hint += f"; of {matrix.element}, in layers of `prepare` on Hopper: {', '.join(prepared)}"
         raise KernelUnsupportedError(f"{name} asks for {asked} activations, which {kind} kernels do not have", hint)
@@ -265,8 +265,8 @@ def check_ids(topk_ids: Tensor, known: int) -> None:
 def as_int32(index: Tensor, bound: int) -> Tensor:
     """Convert expert numbers to int32; those below -1 become -1, those of `bound` and more become `bound`.
 
-    Kernels take both for no expert. A plain cast would cut an int64 to another expert's number, and a GPU's numbers are
-    not looked at before.
+    Kernels take both for no expert. A plain cast would cut an int64 to another expert's number, and numbers on a
+    GPU are not checked before.
     """
     return index if index.dtype == torch.int32 else index.clamp(-1, bound).to(torch.int32)
 

@@ -23,7 +23,7 @@ class Command(NamedTuple):
     """One command."""
 
     module: str
-    help: str  #: its line in `moeq --help`
+    help: str  #: line of the command in `moeq --help`
     examples: tuple[str, ...]  #: arguments of the examples at the end of its help; tests run them
 
 
@@ -153,7 +153,7 @@ def build(asked: str | None) -> typer.Typer:
 
 
 def _not_asked() -> None:
-    """Stand for a command in the help of others; never runs, since the asked one is always imported."""
+    """Stand for a command in the help of others. It never runs: the command that is asked for is imported."""
 
 
 def _examples(command: str) -> str:
@@ -203,7 +203,7 @@ def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
         return int(error.exit_code)
     only_prints = not argv or not {"--help", "-h", "--version", "-V", "--show-completion"}.isdisjoint(argv)
     if isinstance(error, (SystemExit, OSError)) and only_prints:
-        return int(ExitCode.OK)  # how the parser ends where its reader went away (`moeq --help | head -1`)
+        return int(ExitCode.OK)  # the parser ends so if its reader went away (`moeq --help | head -1`)
     if isinstance(error, SystemExit):
         return int(error.code or ExitCode.OK)
     return _unexpected(error, out)

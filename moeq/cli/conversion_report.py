@@ -53,7 +53,7 @@ class ConversionReport:
 
     def __call__(self, event: events.Event) -> None:
         """Take an event of the pipeline."""
-        # A line per expert would be too many; heartbeats say where it is.
+        # One line per expert would be too much; heartbeats tell the progress.
         if self._log is not None and not isinstance(event, events.Advanced | events.Checking):
             self._log.record(event)
         match event:
@@ -69,7 +69,7 @@ class ConversionReport:
                 self._on_finished(event)
 
     def tell(self, event: str, **fields: Any) -> None:
-        """Write an event that is not the pipeline's."""
+        """Write an event of the command itself, which the pipeline does not send."""
         if self._log is not None:
             self._log.write(event, **fields)
 
@@ -99,7 +99,7 @@ class ConversionReport:
         if self._grouped:
             self._out.line(github.END_GROUP)
         if error is not None:
-            self._out.kept = self._work if os.path.isdir(self._work) else None  # no error for a long name
+            self._out.kept = self._work if os.path.isdir(self._work) else None  # False for a long name
             failure = as_moeq_error(error)
             details = {"code": failure.code, "message": failure.message, "hint": failure.hint}
             self.tell("failed", **details, exit_code=int(failure.exit_code))

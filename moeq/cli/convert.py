@@ -120,7 +120,7 @@ def _warn_of_code(out: Output, job: Job) -> None:
     """Warn that a conversion copies Python code of its source."""
     if job.side_files.unusable:
         shown = ", ".join(ascii(name) for name in job.side_files.unusable[:5])
-        out.warning(f"left out, since not every system can have files of these names: {shown}")
+        out.warning(f"these files are left out, since not every system allows such names: {shown}")
     code, left_out = job.side_files.code, job.side_files.no_code
     if code and not left_out:
         told = "engines run it where they are told to; --no-code drops it"
@@ -128,7 +128,7 @@ def _warn_of_code(out: Output, job: Job) -> None:
 
 
 def _planned(path: Path, given: options.GivenDeployment, own: ConvertOptions) -> tuple[Deployment, ConvertOptions, str]:
-    """Read deployment, options and digest of a plan's file; the command line wins, and is then compared."""
+    """Return deployment, options and digest of a plan's file; options of the command line come first."""
     from moeq.pipeline.plan_document import read_plan
 
     plan = read_plan(path)
@@ -211,7 +211,7 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
 
 
 def _next(conversion: Conversion) -> str | None:
-    """Return the line that serves a finished conversion; None for one that is not finished, or that nothing loads."""
+    """Return the command that serves a finished conversion; None if it is not finished, or if nothing loads it."""
     from moeq.pipeline.plan.commands import serve_converted
 
     job = conversion.job
@@ -233,7 +233,7 @@ def _comparison_text(conversion: Conversion) -> str:
     """Say what was compared with the folder that exists, and which command compares everything."""
     source = conversion.job.checkpoint.source.name
     compare = shlex.join(["moeq", "verify", str(conversion.destination), "--source", source])
-    return f"plan, headers and a sample of the weights are those it was made of; {compare} compares everything"
+    return f"plan, headers and a sample of the weights are those of the folder's source; {compare} compares everything"
 
 
 def regrouping_lines(conversion: Conversion) -> list[str]:
@@ -244,7 +244,7 @@ def regrouping_lines(conversion: Conversion) -> list[str]:
 
 
 def _render_loading(console: Console, conversion: Conversion) -> None:
-    """Print what loads the result, and with what."""
+    """Print what loads the result, and how to start transformers on it."""
     from moeq.oracle.loaders import loads_in
 
     target, loaders = conversion.verdict.convert, conversion.loaders

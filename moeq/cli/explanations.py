@@ -45,7 +45,7 @@ def errors() -> Iterator[Entry]:
 
 
 def checkpoint_warnings() -> Iterator[Entry]:
-    """Yield what `inspect` calls odd, and what `--scan` finds."""
+    """Yield an entry for every warning of `inspect`, and for every finding of `--scan`."""
     from moeq.model.scan import MESSAGES
 
     for code, text in warning_codes().items():
@@ -145,7 +145,7 @@ def explain(name: str) -> Entry:
 
 
 def _aliases(entry: Entry) -> Iterator[str]:
-    """Yield what an entry may be called, in lower case."""
+    """Yield the names by which an entry may be asked for, in lower case."""
     name = entry.code.lower()
     yield name
     if entry.kind == "layout":

@@ -51,7 +51,7 @@ def converted_problem(checkpoint: ConvertedCheckpoint, deployment: Deployment) -
 
 
 def _conversion(checkpoint: ConvertedCheckpoint, deployment: Deployment, error: MoeqError) -> str | None:
-    """Return the command that converts the source for a deployment, if that takes the checkpoint."""
+    """Return the command that converts the source for a deployment, or the hint of the refusal."""
     from moeq.model import open as open_checkpoint
     from moeq.pipeline.plan.commands import convert_command
     from moeq.pipeline.plan.decide import advised

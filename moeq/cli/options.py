@@ -76,7 +76,7 @@ CONVERT: dict[str, Any] = {
 }
 
 
-#: The keywords of `moeq.transcode.survey.TranscodeKeywords` as `transcode` takes them, and what stands for none given.
+#: Options of `transcode` by the keywords of `moeq.transcode.survey.TranscodeKeywords`, with their defaults.
 TRANSCODE: dict[str, Any] = {
     "regroup": Annotated[
         int | None,
@@ -141,10 +141,10 @@ DEPLOYMENT: dict[str, Any] = {
     "all2all": _option(str, "--all2all", "All-to-all kind of the engine."),
     "quantization": _option(str, "--quantization", "Method named to the engine (moe_wna16)."),
     "package": _option(list[str], "--package", "humming=no, aiter=yes ...: what the engine has installed."),
-    "env": _option(list[str], "--env", "NAME=VALUE of the engine."),
+    "env": _option(list[str], "--env", "Environment variable of the engine, as NAME=VALUE."),
     "deploy": _option(Path, "--deploy", "TOML file with these options; the command line wins."),
 }
-#: The one option of them that `backends` takes.
+#: The only deployment option that `backends` takes.
 EngineOption = DEPLOYMENT["engine"]
 
 _WORDS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
@@ -170,7 +170,7 @@ class GivenDeployment:
 
     @property
     def named(self) -> dict[str, Any]:
-        """Those that were given, here or in the `--deploy` file; the command line wins. Raises as `make`."""
+        """Options that were given, here or in the `--deploy` file; the command line wins. Raises as `make`."""
         from moeq.deploy.options import read_deploy_file
 
         file = self.options["deploy"]
@@ -179,7 +179,7 @@ class GivenDeployment:
 
     @property
     def empty(self) -> bool:
-        """Whether none was given."""
+        """Whether no deployment option was given."""
         return all(value is None for value in self.options.values())
 
 
@@ -212,7 +212,7 @@ class OptionGroup:
 
 
 def _grouped(command: Callable[..., Any], groups: Mapping[str, OptionGroup]) -> Callable[..., Any]:
-    """Return the command with options in place of each argument that is called like a group."""
+    """Return the command with options in place of each argument that has a group's name."""
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
     taken = {name: group for name, group in groups.items() if name in signature.parameters}

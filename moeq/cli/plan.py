@@ -60,7 +60,7 @@ def command(
 
 
 def warn_slow(out: Output) -> None:
-    """Say that packing will be slow, where it will."""
+    """Warn that packing will be slow if numba is not installed."""
     if find_spec("numba") is None:
         out.warning("numba is not installed: packing takes about 20 times as long (pip install numba)")
 
@@ -121,7 +121,7 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
 
 
 def _time(plan: Plan, needs: Needs) -> str:
-    """Say how long the processors take, and a disk of a stated speed: the slower of both counts."""
+    """Say how long a conversion takes: as long as the slower of the processors and a disk of DISK_RATE."""
     moved = sum(unit.bytes_in for unit in plan.units) + plan.bytes_out
     disk = f"{human_seconds(moved / DISK_RATE)} to read and write at {human_bytes(DISK_RATE)}/s"
     workers = counted(needs.memory.workers, "worker")
@@ -129,7 +129,7 @@ def _time(plan: Plan, needs: Needs) -> str:
 
 
 def _stream_line(needs: Needs) -> dict[str, str]:
-    """Say what a repository takes to read, where the source is one."""
+    """Say how much has to be downloaded if the source is a repository."""
     if needs.stream is None:
         return {}
     fetched, peak = human_bytes(needs.stream.fetched_bytes), human_bytes(needs.stream.peak_bytes)

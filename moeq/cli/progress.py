@@ -38,7 +38,7 @@ class Beat:
     total: int
     label: str  #: name of the current work
     rate: float  #: bytes or steps per second, without what earlier runs had done
-    seconds_left: float | None  #: at that rate; None where nothing can be said
+    seconds_left: float | None  #: seconds that the rest takes at that rate; None if unknown
 
     @property
     def percent(self) -> float:
@@ -98,7 +98,7 @@ class ProgressReport:
             self._beat()
 
     def relabel(self, label: str) -> None:
-        """Say what is being worked on, as far along as before."""
+        """Change the label of the current work, without progress."""
         done, total, _ = self._now or (0, 0, "")
         self.update(done, total, label)
 
@@ -106,7 +106,7 @@ class ProgressReport:
         self.stop()
 
     def stop(self) -> None:
-        """Render nothing more; may be called again."""
+        """Stop rendering. Further calls have no effect."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()

@@ -55,7 +55,7 @@ def command(
     ] = True,
     fp8_activations: Annotated[
         bool,
-        typer.Option("--fp8-activations", help="Bound what e4m3 activations cost; FP8 weights run with them."),
+        typer.Option("--fp8-activations", help="Also bound the cost of e4m3 activations, which FP8 weights run with."),
     ] = False,
     jobs: Annotated[
         int | None,
@@ -68,14 +68,14 @@ def command(
         ),
     ] = "moeq",
     all_backends: Annotated[
-        bool, typer.Option("--all-backends", help="With --engine vllm: every eligible one.")
+        bool, typer.Option("--all-backends", help="With --engine vllm: every eligible backend.")
     ] = False,
     html: options.HtmlOption = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Also write JUnit XML for CI.")] = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> int:
-    """Run fused kernels on converted weights against a float32 reference on the source's."""
+    """Run fused kernels on converted weights, and compare with a float32 reference on the source's weights."""
     layer_ids, expert_ids, counts = numbers("layers", layers), numbers("experts", experts), numbers("tokens", tokens)
     for path in (html, junit):
         if path is not None:
@@ -130,7 +130,7 @@ def _in_engine(
 
 
 def _announce(out: Output, found: Workload) -> None:
-    """Say how long a check on a CPU will take, and which one is short, where it takes long."""
+    """Say how long a check on a CPU will take if that is long, and which check is short."""
     from moeq.check.workload import ANNOUNCED_SECONDS
 
     if found.seconds > ANNOUNCED_SECONDS:
@@ -200,7 +200,7 @@ def numbers(option: str, text: str | None) -> Sequence[int] | None:
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise MoeqError("usage.numbers", f"--{option} {text}: '{word}' is not a number or a range", "as in 0,3,5-7")
         if dash and int(last) - int(first) > 1_000_000:
-            raise MoeqError("usage.numbers", f"--{option} {text}: '{word}' names more than a million")
+            raise MoeqError("usage.numbers", f"--{option} {text}: '{word}' names more than a million numbers")
         chosen += range(int(first), int(last or first) + 1)
     if not chosen:
         raise MoeqError("usage.numbers", f"--{option} {text} names nothing", "as in 0,3,5-7")

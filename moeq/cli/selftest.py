@@ -23,7 +23,7 @@ def command(
     ctx: typer.Context,
     dst: Annotated[
         str | None,
-        typer.Argument(metavar="[DST]", help="Output of `moeq convert` (default: small ones of every format)."),
+        typer.Argument(metavar="[DST]", help="Output of `moeq convert` (default: small checkpoints of every format)."),
     ] = None,
     source: Annotated[
         str | None, typer.Option("--source", help="The checkpoint it came from (default: the one its manifest names).")

@@ -82,7 +82,7 @@ def command(
                 **choices,
             )
     elif dst is None:
-        raise MoeqError("usage.command-line", "DST is missing", "--check-only needs none")
+        raise MoeqError("usage.command-line", "DST is missing", "--check-only needs no DST")
     else:
         with ConversionReport(out, "transcode", dst, quiet=quiet or json, log=events) as report:
             found = transcode(
@@ -105,7 +105,7 @@ def command(
         out.warning(text)
     if found.left_out:
         shown = ", ".join(ascii(name) for name in found.left_out[:5])
-        out.warning(f"left out, since not every system can have files of these names: {shown}")
+        out.warning(f"these files are left out, since not every system allows such names: {shown}")
     ok = found.exact or choices["allow_lossy"]
     return out.answer(found.to_json(), lambda console: render(console, found), ok=ok)
 

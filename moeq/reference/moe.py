@@ -21,7 +21,7 @@ class Activation:
     limit: float | None = None  #: clamp of gate and up, or bound of up in `situ`; None for none
 
 
-#: Functions of the gate, which multiply up, or of the only projection.
+#: Functions of the gate, whose results multiply up, or of the only projection.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,

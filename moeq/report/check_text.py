@@ -91,7 +91,7 @@ _GAP = 2
 
 
 def _table(report: CheckReport, width: int) -> Table:
-    """Draw the results as a table; columns are left out where it is narrow, numbers are never cut."""
+    """Draw the results as a table; columns are left out where the terminal is narrow, but numbers are never cut."""
     shown = list(_COLUMNS)
     while sum(len(name) + _GAP for name in (*_FIXED, *(name for name, _, _ in shown))) > width + _GAP:
         last = max(shown, key=lambda column: column[1])
@@ -193,7 +193,7 @@ def render_backends(console: Console, rows: Sequence[BackendResult]) -> None:
             expert, quotient = row.expert
             console.print(f"  layer {row.layer}  {row.backend}: expert {expert} has {quotient:.3g} x its allowed error")
     console.print(
-        f"  errors are relative to the layer in float32 on dequantised weights; {FACTOR:.0f} x that of torch is allowed"
+        f"  errors are relative to the layer in float32 on dequantised weights; {FACTOR:.0f} x torch's error is allowed"
     )
 
 

@@ -98,7 +98,7 @@ def _facts(report: CheckReport, provenance: Provenance | None) -> dict[str, str]
 
 
 def _made(report: CheckReport, provenance: Provenance | None) -> dict[str, str]:
-    """Say how many experts of how many were run, and where the page comes from."""
+    """Say how many of all experts were run, and where the page comes from."""
     if provenance is None:
         return {}
     run = sum(len(layer.sample.experts) for layer in report.layers)

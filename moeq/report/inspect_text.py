@@ -48,7 +48,7 @@ class Inspection:
 
 
 def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
-    """Print the answer and the next step; then what it is, how it is quantised, and the backends that are near."""
+    """Print the answer and the next step; then what the checkpoint holds, how, and which backends are near."""
     checkpoint, info = inspection.checkpoint, inspection.checkpoint.info
     hanging(console, _answer(inspection), 2)
     for label, text in (*(inspection.fit or next_steps(inspection)), *_fastest(inspection)):

@@ -127,7 +127,7 @@ def deployment_text(deployment: Deployment) -> str:
 def reasons_text(
     candidate: CandidateReport, verbose: bool = True, told: Collection[str] = (), *, converted: bool = False
 ) -> str:
-    """Say that a backend works too, or why it does not, beyond what was told, and what would make it work.
+    """Say that a backend works too, or why not (without the reasons in `told`), and what would make it work.
 
     Where the engine does not load the source's names, it works with what `moeq convert` writes (`converted`).
     """

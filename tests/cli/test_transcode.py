@@ -52,7 +52,7 @@ def test_side_files_that_are_left_out_are_told(
     (tmp_path / "made" / "tokenizer.json").write_text("{}")
     where = [] if options else [str(tmp_path / "out")]
     assert run(["transcode", str(tmp_path / "made"), *where, "--to", "gptq", "-q", *options]) == ExitCode.OK
-    assert "left out, since not every system can have files of these names: 'CON'" in capsys.readouterr().err
+    assert "these files are left out, since not every system allows such names: 'CON'" in capsys.readouterr().err
     assert options or ((tmp_path / "out" / "tokenizer.json").is_file() and not (tmp_path / "out" / "CON").exists())
 
 

@@ -102,7 +102,7 @@ def hash_chunks(
     blocks,  # blocks of a message's longest chunk
     LANES: tl.constexpr,
 ):
-    """Hash chunks. That of a message of a single one is the message's digest."""
+    """Hash chunks. The value of a message's only chunk is the message's digest."""
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = lane < count
     message, chunk = lane // chunks, lane % chunks
@@ -134,7 +134,7 @@ def hash_chunks(
 @triton.jit(do_not_specialize=["count", "width"])
 def join_nodes(
     nodes,  # chaining values of a level of all trees, eight words each
-    parents,  # those of the next level
+    parents,  # chaining values of the next level
     count,  # parents of all trees
     width,  # nodes of a tree, two or more
     LANES: tl.constexpr,

@@ -22,7 +22,7 @@ GROUP_SIZES = (32, 64, 128)
 READ: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
     key: tuple(getattr(torch, name) for name in row.hopper_scales) for key, row in FORMATS.items() if row.hopper_scales
 }
-#: NVFP4, FP8 and MXFP8 among them.
+#: Formats of `READ` that are NVFP4, FP8 or MXFP8.
 FLOATS = {key: read for key, read in READ.items() if key[1] == "e4m3" or FORMATS[key].global_scale == "required"}
 SCALES = {key: read for key, read in READ.items() if key not in FLOATS}
 #: Formats whose codes have 4 or 8 bits, which the `mma.sync` kernels read as well.

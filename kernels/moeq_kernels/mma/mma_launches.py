@@ -22,13 +22,13 @@ MAX_EXACT_PAIRS = 1024
 
 
 def on(problem: Problem) -> bool:
-    """Return whether these are the preferred kernels on the problem's GPU."""
+    """Return whether the `mma.sync` kernels are preferred on the problem's GPU."""
     gpu = problem.gpu
     return not problem.interpret and gpu.backend == "cuda" and (8, 0) <= gpu.capability != (9, 0)
 
 
 def reasons(problem: Problem) -> Iterator[str]:
-    """Yield reasons against these kernels."""
+    """Yield reasons why the `mma.sync` kernels cannot run a layer."""
     if problem.interpret or problem.gpu.backend != "cuda" or problem.gpu.capability < (8, 0):
         yield f"{problem.gpu.name} is not an NVIDIA GPU from sm_80 on"
     reason = triton_reason()

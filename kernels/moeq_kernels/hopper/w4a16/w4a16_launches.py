@@ -54,7 +54,7 @@ HEIGHT_GRAIN = 32
 
 
 def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Plan | MmaPlan, Tiling, tuple[int, int]]]]:
-    """Return what a call has to do, and its candidates with how each cuts the products."""
+    """Return the work of a call, and its candidates with the way in which each cuts the products."""
     first, second = problem.w13, problem.w2
     kind, group, both = kind_of(first), group_of(first), alike(first, second)
     sizes = tokens * problem.top_k, problem.experts, first.k, problem.intermediate
@@ -62,7 +62,7 @@ def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Plan | MmaPlan
     plans: Iterable[Plan | MmaPlan]
     if both or one_group(first, second):
         plans = candidates(work, not any(mma.reasons(problem)))
-    else:  # of different formats: the wide kernel with the fewest tokens reads both
+    else:  # the formats differ: the wide kernel with the fewest tokens reads both
         of_first = kernel_for(WIDE32, kind, group, problem.gpu)
         plans = [Plan(kernel_for(of_first, kind_of(second), group_of(second), problem.gpu))]
     return work, [(one, *cut(one, kind)) for one in plans]
@@ -116,7 +116,7 @@ def single_product(problem: Problem, piece: Piece, arena: Arena, out: Area) -> t
     w13, pairs = problem.w13, piece.ids.numel()
     codes = kind_of(w13), problem.top_k, group_of(w13)
     plan = ranked(Work(pairs, problem.experts, w13.k, w13.n, *codes, problem.gpu, both=False, gated=False))[0][1]
-    assert isinstance(plan, Plan)  # one of `mma.sync` was not asked for
+    assert isinstance(plan, Plan)  # a plan of `mma.sync` was not asked for
     x = arena.take(problem.dtype, pairs, problem.hidden)
     result, rows, early = sorting(problem, piece, arena, plan, x)
     return [*result, product_launch(problem, plan, w13, rows, x, out, arena, False, early)], rows

@@ -24,7 +24,7 @@ class Narrow:
 
     tokens: int  #: token rows per tile (8 or 16)
     stages: int  #: steps in shared memory
-    after: bool  #: group scales multiply float32 sums (else they are folded into bf16 weights)
+    after: bool  #: whether group scales multiply float32 sums; otherwise they are folded into weights
     resident: int  #: programs that a multiprocessor holds
     registers: int | None = None  #: cap for a thread, or None
     step: int = 128  #: rows of k in a step (64 or 128)
@@ -52,7 +52,7 @@ class Queue:
     after: bool = False
     step: int = 128
     rows: int = 64  #: rows of k whose weights are in registers at a time (32 or 64)
-    #: Tiles of either product are cut into so many shares for each program at most.
+    #: Upper bound of the shares, per program, into which the tiles of each product are cut.
     up: int = 3
     down: int = 3
     #: Tiles are multiplied at the smallest power of two from here to `tokens` that is enough; 0: at `tokens`.
@@ -72,7 +72,7 @@ class Wide:
     stages: int  #: steps of 64 rows of k in shared memory
     warpgroups: int  #: warpgroups that multiply (2 or 4)
     registers: int  #: registers per thread of these warpgroups
-    #: The gate-up product picks tokens itself (two warpgroups only), else a kernel before it copies them.
+    #: Whether the gate-up product gathers tokens (two warpgroups only); otherwise another kernel copies them before.
     gathers: bool = False
     fine: bool = False  #: heights of tiles are multiples of 16, not of 32 (96 and 160 tokens only)
 
@@ -119,7 +119,7 @@ def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel
     if isinstance(kernel, Wide):
         if kind != "uint4" and kernel.warpgroups == 4 and kernel.tokens == 64:  # too few registers, too little memory
             kernel = replace(kernel, warpgroups=2, registers=232, stages=9)
-        if kind != "uint4":  # of e2m1 no faster, of others not measured
+        if kind != "uint4":  # fine heights are no faster with e2m1, and unmeasured with others
             kernel = replace(kernel, fine=False)
         scales = max(1, 64 // group if group else 1) * 256
         bytes_of_step = kernel.warpgroups * (1024 * KINDS[kind].bits + scales) + 128 * kernel.tokens
@@ -132,7 +132,7 @@ def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel
             return replace(kernel, after=False, step=64, stages=3)
         return replace(kernel, after=after, stages=2 if small_float else kernel.stages)
     step = 64 if bits == 8 else kernel.step
-    if isinstance(kernel, Direct):  # of MXFP4's wider scales, four stages would leave room for two programs only
+    if isinstance(kernel, Direct):  # four stages of MXFP4's wider scales would leave room for two programs only
         return replace(kernel, after=after, step=step, stages=3 if small_float else kernel.stages)
     kernel = replace(kernel, after=after, step=step)
     scales = max(1, step // group if group else 1) * 256 * KINDS[kind].scale_bytes
@@ -144,7 +144,7 @@ def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel
 def shares_for(items: int, steps: int, most: int, gpu: Gpu = H200) -> int:
     """Return how many programs share a tile's k in the kernels for few tokens, `most` at most.
 
-    All should start at once, some three on each multiprocessor; one more would start when others have ended.
+    The grid is kept within one wave of about three programs per SM: one more would start when others have ended.
     """
     return max(1, min(most, steps, 3 * gpu.multiprocessors // 32 * 32 // items))
 
@@ -192,7 +192,7 @@ MAX_WIDE_SHARES = 4
 
 
 def _fewer(up: int, down: int) -> dict[tuple[int, int], None]:
-    """Return shares of both products: none, as many as a power of two, and all of them."""
+    """Return the shares of both products to try: one, the largest powers of two up to `up` and `down`, and these."""
     return dict.fromkeys(((1, 1), (1 << (up.bit_length() - 1), 1 << (down.bit_length() - 1)), (up, down)))
 
 

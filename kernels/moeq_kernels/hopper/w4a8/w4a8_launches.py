@@ -58,7 +58,7 @@ BOX = 32
 
 
 def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Any, Tiling, tuple[int, int]]]]:
-    """Return what a call has to do, and its candidates, those for 16-bit activations too, with how each cuts it."""
+    """Return the work of a call, and its candidates (for 16-bit activations, too) with the way each cuts it."""
     work, found = w4a16.cuts(problem, tokens)
     return work, found + _own_cuts("int4" if work.kind == "uint4" else "e2m1")
 

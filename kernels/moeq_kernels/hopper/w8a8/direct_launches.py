@@ -19,7 +19,7 @@ MAX_SHORT_STEPS = 3
 
 
 def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan, kernel: Int8Direct) -> list[Launch]:
-    """Return the launches of very few tokens."""
+    """Return the launches of a call with very few tokens."""
     w13, w2 = problem.w13, problem.w2
     tokens, hidden = piece.x.shape
     pairs, columns = piece.ids.numel(), problem.intermediate

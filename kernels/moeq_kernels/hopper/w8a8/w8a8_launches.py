@@ -77,7 +77,7 @@ class Quantised:
 
 
 def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Int8Plan, Tiling, tuple[int, int]]]]:
-    """Return what a call has to do, and its candidates with how each cuts the products."""
+    """Return the work of a call, and its candidates with the way in which each cuts the products."""
     w13, interleaved = problem.w13, problem.epilogue.interleaved
     kind = "int8" if w13.element == "int8" else "e4m3-blocks" if w13.layout == BLOCKS else "e4m3"
     sizes = tokens * problem.top_k, problem.experts, w13.k, problem.intermediate

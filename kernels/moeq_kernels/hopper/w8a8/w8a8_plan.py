@@ -28,7 +28,7 @@ class Int8Narrow:
 
     @property
     def box(self) -> int:
-        """Tokens that are copied together: what lies beyond an expert's last one is not copied."""
+        """Tokens per copy; copies that hold no token of the expert are left out."""
         return max(8, self.tokens // 4)
 
     @property
@@ -72,7 +72,7 @@ class Int8Wide:
 class Int8Plan:
     """A kernel for each product, and how many programs share the k of a tile (not the wide one).
 
-    Both kernels work on the same tiles, so they take as many tokens.
+    Both kernels work on the same tiles, so tiles have equally many tokens in both.
     """
 
     kernel: Int8Narrow | Int8Wide | Int8Direct
@@ -163,6 +163,6 @@ def candidates(work: Work, wide: bool = True) -> Iterator[Int8Plan]:
         width = 64 * kernel.warpgroups
         up = splits_for(tiles * -(-intermediate // width), -(-hidden // STEP), kernel.resident, gpu)
         down = splits_for(tiles * -(-hidden // (2 * width)), -(-intermediate // STEP), kernel.resident, gpu)
-        # Who adds shares of gate and up looks experts up in a list that is written for few pairs only.
+        # The kernel that adds shares of gate and up looks experts up in a list that exists for few pairs only.
         up = up if pairs <= MAX_FEW_PAIRS else 1
         yield from (Int8Plan(kernel, *shares) for shares in dict.fromkeys(((1, 1), (1, down), (up, down))))

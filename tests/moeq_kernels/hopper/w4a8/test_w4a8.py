@@ -245,7 +245,7 @@ def _launches(family: str, problem: Problem, tokens: int, plan: Plan | None) -> 
         ({"gpu": "MI300X"}, "not an NVIDIA GPU"),
         ({"gpu": "H200", "hidden_size": 184}, "x has 184 features"),
         ({"gpu": "H200", "router_weight_on_input": True}, "router weights multiply the input"),
-        ({"gpu": "H200", "portable": True}, "a layer of `prepare` does on Hopper"),
+        ({"gpu": "H200", "portable": True}, "a layer of `prepare` has them on Hopper"),
     ],
 )
 def test_where_it_cannot_run_the_reason_is_said(options: dict, what: str) -> None:

@@ -12,7 +12,7 @@ map B ("wide" kernels), 128 output rows for each warpgroup: warp w reads words j
 Here a lane is 4 g + t, j = 2 j1 + j0 the word's number and h the upper half of its 16 columns (8-bit: a second word),
 so that the column is 64 tile + 16 j + 8 h + g. In both maps the upper tiles hold the second of two column ranges
 ("pair"): for gate-up weights gate is first and up is second. Registers follow the PTX definition of wgmma's register
-fragments, words vLLM's `gptq_marlin_repack` (0.33.0).
+fragments, and words follow vLLM's `gptq_marlin_repack` (0.33.0).
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def expert_product_wide(
         needed: finished items per tile after which an expert's tokens are ready.
         GROUPS_OF_WARPS: number of computing warpgroups, each with 64 columns of both halves.
         REGISTERS: registers per thread of these warpgroups.
-        EARLY: whether the preceding kernel writes the tokens only, so that copies of weights need not wait for it.
+        EARLY: whether the preceding kernel writes only the tokens, so that copies of weights need not wait for it.
         FOLLOWS: whether the preceding kernel is this one with the gate-up product, whose results are the tokens (EARLY
             then holds too). Without FOLLOWS the kernel counts its items in `done`.
         FINE: argument of `wide_copies.heights`.

@@ -45,7 +45,7 @@ def _weight_bytes(group, scale_bits):
 
 @constexpr_function
 def boxes(tokens):
-    """Return the number of boxes in a tile's power of two of tokens, and of the others."""
+    """Return the numbers of boxes of a tile's two products: of a power of two of tokens, and of the other tokens."""
     main = wide_copies.main_height(tokens) // 32
     return main, tokens // 32 - main
 
@@ -77,7 +77,7 @@ def _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS: gl.const
 @gluon.jit
 def _copy(given, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
           DEPENDENT: gl.constexpr):
-    """Run the copy warp: take items, announce them, copy words, scales, tokens; first words before it waits."""
+    """Run the copy warp: take items, announce them, copy words, scales, tokens. It copies first words, then waits."""
     (
         w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, queue, tiles, num_tiles,
         steps, blocks, slabs, groups, pair_tiles,
@@ -272,7 +272,7 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
     PER: gl.constexpr = layouts.groups_of(128, GROUP)
     s_view = reinterpret(s_buf, s_buf.dtype, [STAGES, 2, PER * 2 * 8, 8], layouts.plain_shared())
     if DEPENDENT:
-        gdc_wait()  # for scales of tokens
+        gdc_wait()  # the preceding kernel writes the scales of tokens
         if WG == 0:
             gdc_launch_dependents()
     it = 0

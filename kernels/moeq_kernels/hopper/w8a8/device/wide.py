@@ -68,7 +68,7 @@ def _expect(bar, left):
 
 @gluon.jit
 def _copy(given, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr, FOLLOWS: gl.constexpr):
-    """Run the copy warp: take items, announce them, copy weights and tokens; first weights before it waits."""
+    """Run the copy warp: take items, announce them, copy weights and tokens. It copies first weights, then waits."""
     (
         first_desc, second_desc, x_desc, w_buf, x_buf, ready, empty, info, full, free, queue, done, needed, tiles,
         num_tiles, steps, blocks,
@@ -284,7 +284,7 @@ def _multiply(
     w_view = reinterpret(w_buf, w_buf.dtype, [STAGES * BOXES, 256 // BOXES, STEP], common.operand())
     if DEPENDENT:
         if not FOLLOWS:
-            gdc_wait()  # for scales of tokens
+            gdc_wait()  # the preceding kernel writes the scales of tokens
         if WG == 0:
             gdc_launch_dependents()
     it = 0
