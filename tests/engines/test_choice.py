@@ -100,6 +100,6 @@ def test_activations_are_those_of_the_format_unless_asked_for(monkeypatch: pytes
     assert engine_options({"activations": "fp8"}).activations == "fp8"
     monkeypatch.setenv("MOEQ_ACTIVATIONS", "fp8")
     assert engine_options(None).activations == "fp8"
-    with pytest.raises(MoeqError, match="moeq's kernels multiply, and kernels is engine") as refused:
+    with pytest.raises(MoeqError, match="moeq's kernels multiply, but kernels is engine") as refused:
         engine_options({"kernels": "engine"})
     assert refused.value.code == "usage.kernels"
