@@ -1,6 +1,6 @@
-"""Calls that change files, and what their failures mean. Everything that moeq writes goes through here.
+"""System calls that write files, and errors for their failures. Everything that moeq writes goes through this module.
 
-Calls of the C library are repeated after a signal; Python repeats its own.
+Calls of the C library are repeated here after a signal; Python repeats its own calls.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def closing_fd(fd: int) -> Iterator[int]:
 
 
 def allocate(fd: int, size: int) -> None:
-    """Reserve the first `size` bytes of a file and make it at least as long. Bytes in it stay as they are.
+    """Reserve the first `size` bytes of a file and make it at least as long. Bytes in it do not change.
 
-    `posix_fallocate` would write zeros where the file system cannot reserve, over what another process has just
-    written; there the file is only made longer, and a full disk shows later.
+    Where the file system cannot reserve space, the file is only made longer, and a full disk shows later.
+    `posix_fallocate` would write zeros there, over bytes that another process has just written.
 
     Raises:
         OSError: the file system has no room, or fails.
@@ -74,7 +74,7 @@ def start_write_back(fd: int, start: int, count: int) -> None:
 
 
 def reopen_direct(fd: int, flags: int) -> int:
-    """Open a file once more, past the page cache; -1 where the system cannot."""
+    """Open a file again for access past the page cache; return the descriptor, or -1 where the system cannot."""
     try:
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC)
     except (AttributeError, OSError):
@@ -82,17 +82,17 @@ def reopen_direct(fd: int, flags: int) -> int:
 
 
 def write_at(fd: int, data: bytes | bytearray | memoryview, position: int) -> None:
-    """Write all of `data` to a place of a file. Raises OSError."""
+    """Write all of `data` at byte `position` of a file. Raises OSError."""
     view = memoryview(data).cast("B")
     while view:
         written = os.pwrite(fd, view, position)
-        if written == 0:  # by no rule of POSIX, but then this would never end
+        if written == 0:  # POSIX does not allow this, but the loop would never end
             raise OSError(errno.EIO, "the file system accepted no data")
         view, position = view[written:], position + written
 
 
 def read_at(fd: int, view: memoryview, position: int) -> int:
-    """Fill a buffer from a place of a file; returns how many bytes there were. Raises OSError."""
+    """Fill a buffer from byte `position` of a file on, and return the number of bytes read. Raises OSError."""
     done = 0
     while done < len(view):
         got = os.preadv(fd, [view[done:]], position + done)

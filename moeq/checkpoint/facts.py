@@ -1,7 +1,7 @@
 """Model facts in `config.json`, under whatever key each family keeps them.
 
-Values come from strangers: a count is an exact integer within sane bounds or an error naming key and value, never a
-coerced string or a float. Two synonyms that disagree are an error naming both.
+Values come from strangers. A count has to be an exact integer within bounds; anything else, also a float or a number as
+text, raises an error that names key and value. Two synonyms that disagree raise an error that names both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moeq.errors import MoeqError
 #: Sub-configs that hold the language model of multimodal checkpoints, most specific first.
 TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config.text_config")
 
-#: Upper bounds that no model comes near; larger values exist to make readers allocate.
+#: Upper bounds that no model comes near; larger values would only make readers allocate memory.
 MAX_COUNT = 1 << 24
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 16
@@ -78,7 +78,7 @@ class Facts:
                 return
 
     def count(self, keys: Sequence[str], limit: int = MAX_COUNT) -> int | None:
-        """Return the first count found, or None; of a list (per layer, or text before vision) its largest entry.
+        """Return the first count found, or None; a list (per layer, or text before vision) counts as its largest entry.
 
         Raises MoeqError `source.bad-config` for anything but a sane integer.
         """
@@ -142,7 +142,7 @@ class Facts:
         return ()
 
     def experts(self) -> int | None:
-        """Return the number of routed experts of a layer; of several sets the largest."""
+        """Return the number of routed experts of a layer, or of the largest set if it has several; None if unknown."""
         return self.agreed(EXPERTS, MAX_EXPERTS)
 
 
@@ -159,7 +159,7 @@ def _is_int_list(value: Any) -> bool:
 
 
 def descend(scope: Mapping[str, Any], path: str) -> Any:
-    """Return the value under a key of keys, such as `text_config.num_experts`; None where there is none."""
+    """Return the value under a path of keys, such as `text_config.num_experts`; None where there is none."""
     value: Any = scope
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -1,7 +1,7 @@
 """The one way to open a file for reading: regular files only, of bounded size, and the same file as before.
 
-A folder of a stranger's may hold pipes that never end, devices, and links to files of the reader's own. A folder of a
-careless colleague's may change while it is read.
+A stranger's folder may hold pipes that never end, devices, and links to the reader's own files. A careless colleague's
+folder may change while it is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeq.errors import MoeqError, limit_error
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
-#: Suffix of the name of a folder of moeq's until it is finished.
+#: Suffix of the name of an output folder until moeq has finished it.
 PARTIAL_SUFFIX = ".moeq-partial"
 
 
@@ -43,13 +43,13 @@ def missing_folder(folder: Path, name: str) -> MoeqError:
 
 
 def refuse_unfinished(folder: Path, name: str) -> None:
-    """Refuse the folder in which moeq makes another. Raises MoeqError `source.unfinished`."""
+    """Refuse a folder in which moeq's output is not finished. Raises MoeqError `source.unfinished`."""
     if folder.name.endswith(PARTIAL_SUFFIX) and folder.is_dir():
         raise MoeqError("source.unfinished", f"{name} holds unfinished work of moeq", _begun_by(folder))
 
 
 def _begun_by(work: Path) -> str:
-    """Return the hint for unfinished work: the command that began it, as far as its journals tell."""
+    """Return the hint for unfinished work: the command that continues it, if a journal names it."""
     again = "the command that began it, run again, goes on where it stopped"
     for journal in sorted(work.glob("moeq-journal*.jsonl")):
         try:
@@ -108,7 +108,7 @@ def read_whole(fd: int, where: str, limit: int) -> bytes:
         raise MoeqError("source.too-large", f"{where}: {size:,} bytes, the limit for this file is {limit:,}")
     found = bytearray()
     try:
-        # Files of the kernel say that they are empty, whatever comes out of them.
+        # Files of the kernel (`/proc`) have the size 0, whatever they hold.
         while len(found) <= limit and (chunk := os.pread(fd, min(limit + 1 - len(found), 1 << 24), len(found))):
             found += chunk
     except OSError as error:
@@ -121,7 +121,7 @@ def read_whole(fd: int, where: str, limit: int) -> bytes:
 def read_exactly(fd: int, view: memoryview, start: int, where: str) -> None:
     """Fill a buffer with the bytes of an open file from `start` on.
 
-    Raises MoeqError `source.unreadable`; `source.truncated` if the file ends before.
+    Raises MoeqError `source.unreadable`; `source.truncated` if the file ends before the buffer is full.
     """
     try:
         got = read_at(fd, view, start)
@@ -157,15 +157,15 @@ def _state(info: os.stat_result) -> FileState:
 
 
 def require_inside(path: Path, folder: Path, where: str, fd: int) -> None:
-    """Refuse a file of a folder, open as `fd`, that is a link out of it, unless to a blob of the Hub client's cache.
+    """Refuse a file of a folder, open as `fd`, that links out of the folder, unless to a blob of the Hub's cache.
 
-    Git and tar bring links along. Followed, they would put files of the reader's own into what is published.
+    Git and tar preserve links. Following them would publish the reader's own files.
     Raises MoeqError `source.link`.
     """
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     found, opened = os.stat(real, follow_symlinks=False), os.fstat(fd)
-    same = (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
-    if not same or not (real.is_relative_to(home) or _is_blob(real, home)):
+    same_file = (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
+    if not same_file or not (real.is_relative_to(home) or _is_blob(real, home)):
         raise MoeqError(
             "source.link",
             f"{where} is a link to {ascii(str(real))[1:-1]}, outside of the checkpoint",
@@ -184,7 +184,7 @@ class SeenFiles:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Engines send an opened checkpoint to their worker processes; the files stay what they were there, too.
+        # Engines send an opened checkpoint to their worker processes, which must read the same files, too.
         return self.__dict__ | {"_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

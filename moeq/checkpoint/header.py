@@ -51,6 +51,7 @@ DTYPE_BITS: dict[str, int] = {
     "U64": 64,
 }
 
+#: First bytes of files that are not safetensors, with what they are and what to do.
 _SNIFF: tuple[tuple[bytes, str, str], ...] = (
     (
         b"version https://git-lfs",
@@ -103,7 +104,7 @@ def read_header(path: Path, file: str) -> Header:
 
 
 def raw_header(fd: int, file: str) -> bytes:
-    """Read the first bytes of an open file, up to its data, checking only how many. Raises MoeqError `source.*`."""
+    """Return the first bytes of an open file, up to its data; only their number is checked. Raises MoeqError."""
     size = os.fstat(fd).st_size
     first = bytearray(min(64, size))
     read_exactly(fd, memoryview(first), 0, file)
@@ -113,7 +114,7 @@ def raw_header(fd: int, file: str) -> bytes:
 
 
 def header_length(first: bytes, file: str, size: int) -> int:
-    """Return the length of the JSON header from the first 8 bytes of a file (64 make better messages)."""
+    """Return the bytes of the JSON header from the first 8 bytes of a file (more let messages name the file type)."""
     if size < 8 or len(first) < 8:
         _refuse_file(first, file, f"is {size} bytes long, a safetensors file starts with 8 bytes of header length")
     length = int.from_bytes(first[:8], "little")
@@ -146,7 +147,7 @@ def parse_header(raw: bytes, file: str, size: int) -> Header:
     metadata = _metadata(table.pop("__metadata__", None), file)
     data_start = 8 + len(raw)
     notes: list[str] = []
-    # `true` equals 1 as a dictionary key, so shapes are looked at one by one where the header has it anywhere.
+    # `true` equals 1 as a dictionary key: a header that has it anywhere gets every shape checked by itself.
     strict = b"true" in raw or b"false" in raw
     tensors = _entries(table, file, data_start, notes, strict)
     _check_cover(tensors, file, data_start, size)
@@ -187,7 +188,7 @@ def _entries(table: dict[str, Any], file: str, base: int, notes: list[str], stri
 
 
 def _kind(name: str, info: dict[str, Any], file: str) -> tuple[str, tuple[int, ...], int]:
-    """Check an entry; return its `(dtype, shape, bytes)`."""
+    """Check an entry's dtype and shape, and return `(dtype, shape, bytes)`."""
     dtype, shape = info["dtype"], info["shape"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _bad(file, f"tensor {_show(name)}: unknown dtype {ascii(dtype)[:40]} (written by a newer safetensors?)")
@@ -243,7 +244,7 @@ def _check_cover(tensors: dict[str, TensorEntry], file: str, data_start: int, si
 
 
 def _by_offset(entries: Collection[TensorEntry]) -> Collection[TensorEntry]:
-    """Return entries in the order of their data, in which most writers list them."""
+    """Return entries in the order of their data; most headers list them in this order already."""
     starts = [entry.start for entry in entries]
     in_order = all(map(lt, starts, starts[1:]))
     return entries if in_order else sorted(entries, key=itemgetter(4, 5))

@@ -1,8 +1,8 @@
-"""Files of a repository are compared with the SHA-256 that its listing has of them. No torch.
+"""Compare files of a repository with the SHA-256 in its listing. Imports no torch.
 
-Proxies, mirrors and caches hand on what they have. A file that is on disk is hashed whole when it is first opened. A
-range of a file that is not is compared with the digests of its pieces, which were written down when the whole file was
-hashed.
+Proxies, mirrors and caches may hand on damaged files. A file on disk is hashed whole when it is first opened. A range
+of a file that is no longer on disk is compared with the digests of its pieces, which were stored when the whole file
+was hashed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AGAIN = "try again; if it comes back, look at HF_ENDPOINT and at proxies"
 
 
 class ListedDigests:
-    """Digests of a repository's files, as its listing has them: SHA-256 in hex by file name."""
+    """Digests of a repository's files from its listing: file name to SHA-256 in hex."""
 
     def __init__(self, repo: str, sha256: Mapping[str, str]) -> None:
         self._repo = repo
@@ -50,14 +50,14 @@ class ListedDigests:
         return file in self._sha256
 
     def expect_header(self, file: str, raw: bytes) -> None:
-        """Expect that a file begins with bytes that were read as a range, before anything could be compared."""
+        """Remember a header that was read as a range; `check` compares it with the whole file later."""
         self._headers[file] = len(raw), hashlib.sha256(raw).digest()
 
     def check(self, path: Path, file: str, pieces: Path | None = None) -> None:
-        """Hash a file on disk, unless it is the one that was hashed before, for its pieces too where they are wanted.
+        """Hash a file on disk and compare it with the listing, unless the same file was hashed before.
 
         Args:
-            pieces: folder in which digests of its pieces are kept, for `read_pieces`.
+            pieces: folder that gets the digests of the file's pieces (see `pieces_of`), or None.
 
         Raises:
             MoeqError: `source.digest-mismatch`; as `open_regular`.
@@ -93,7 +93,7 @@ class ListedDigests:
             temporary.replace(pieces / self._sha256[file])
 
     def pieces_of(self, file: str, size: int, pieces: Path) -> bytes | None:
-        """Read the digests of a file's pieces; None where the file was not hashed yet."""
+        """Return the stored digests of a file's pieces, joined; None where the file was not hashed yet."""
         count = -(-size // PIECE_BYTES) * _DIGEST_BYTES
         with suppress(MoeqError):
             found = read_regular(pieces / self._sha256[file], file, count)
@@ -101,7 +101,7 @@ class ListedDigests:
         return None
 
     def require_pieces(self, data: bytes | bytearray, first: int, known: bytes, file: str) -> None:
-        """Compare whole pieces, from piece `first` on. Raises MoeqError `source.digest-mismatch`."""
+        """Compare whole pieces, from piece `first` on, with known digests. Raises MoeqError `source.digest-mismatch`."""
         found = b"".join(_piece_digests(data))
         if found != known[first * _DIGEST_BYTES :][: len(found)]:
             raise self._mismatch(f"{file}, read as a range,", _AGAIN)

@@ -1,4 +1,4 @@
-"""What the Hub client's errors mean to a user, and what to do next."""
+"""Translate errors of the Hub's client into MoeqErrors that say what happened and what to do next."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def transport_errors() -> tuple[type[Exception], ...]:
 
 
 def cut_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of a connection that ends half-way, after which asking again may help."""
+    """Return the error types of a connection that ends half-way, after which a second attempt may succeed."""
     library = _library()
     return (library.RemoteProtocolError, library.ReadError, library.WriteError)
 
@@ -81,6 +81,6 @@ def explain(error: Exception, repo: str, revision: str | None, file: str | None 
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of the client, which may quote anything."""
+    """Return the first line of an error of the client, escaped to ASCII because it may quote a hostile answer."""
     lines = str(error).splitlines()
     return ascii(lines[0][:200])[1:-1] if lines else type(error).__name__

@@ -1,8 +1,8 @@
-"""Limits on what a Hub may answer: headers that become paths, sizes, time. Servers and mirrors are not trusted.
+"""Limits on a Hub's answers: headers that become paths, sizes and waiting time. Servers and mirrors are not trusted.
 
-The client makes file names of the ETag and commit headers (huggingface_hub 2.4.0 and older: `blobs/<etag>`, wherever
-that leads), takes sizes from the server that it then fetches from, and waits without end where no timeout is given.
-While moeq asks, a hook on the client's session looks at every answer before the client does.
+The client makes file names from the ETag and commit headers (huggingface_hub 2.4.0 and older: `blobs/<etag>`, wherever
+that leads), trusts the sizes that the server sends, and waits without end where no timeout is given. While moeq asks, a
+hook on the client's session checks every answer before the client sees it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from moeq.foreign import plain
 
 T = TypeVar("T")
 
-#: Seconds for a small answer as a whole, and for a server to say anything at all.
+#: Most seconds for a whole small answer, and for a pause in which the server sends nothing.
 ANSWER_SECONDS, SILENCE_SECONDS = 60.0, 20.0
 
-#: Bytes per second below which a download is given up.
+#: Fewest bytes per second of a download, below which it is given up.
 MIN_BYTES_PER_SECOND = 64 << 10
 
 #: Largest answer of the Hub's interface that is read; listings of the largest repositories have some megabytes.
@@ -37,7 +37,7 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 @dataclass(frozen=True)
 class Expected:
-    """The answer that is expected of the Hub."""
+    """Answer that moeq expects from the Hub."""
 
     what: str  #: name of the answer in messages
     size: int | None = None  #: bytes of the file; None for an answer that is no file
@@ -47,14 +47,14 @@ _EXPECTED: ContextVar[Expected | None] = ContextVar("moeq_expected", default=Non
 
 
 def check_commit(commit: object, repo: str) -> str:
-    """Check that a commit is a hash, since it becomes a path. Raises MoeqError `source.network`."""
+    """Return a commit if it is a hash, since it becomes part of a path. Raises MoeqError `source.network`."""
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
         raise MoeqError("source.network", f"{repo}: the server's commit {ascii(commit)[:80]} is not a commit hash")
     return commit
 
 
 def guarded(expected: Expected, action: Callable[[], T]) -> T:
-    """Call the Hub's client, with a deadline, and look at every answer before it does.
+    """Call the Hub's client with a deadline, check every answer before the client sees it, and return the result.
 
     Raises MoeqError `source.network` for hostile or silent servers, `source.too-large` for more bytes than expected.
     """
@@ -66,7 +66,7 @@ def guarded(expected: Expected, action: Callable[[], T]) -> T:
         try:
             return action()
         except Exception as error:
-            if _is_meant(error):
+            if _is_deliberate(error):
                 raise
             # The client takes types and keys for granted: TypeError, KeyError, JSONDecodeError, ...
             what = f"{expected.what}: the Hub's client cannot read the server's answer"
@@ -75,8 +75,8 @@ def guarded(expected: Expected, action: Callable[[], T]) -> T:
     return within(seconds, call, expected.what)
 
 
-def _is_meant(error: Exception) -> bool:
-    """Return whether an error says what happened, and is not the client stumbling over an answer."""
+def _is_deliberate(error: Exception) -> bool:
+    """Return whether an error was raised on purpose, rather than by the client's failure to parse an answer."""
     from moeq.checkpoint.hub_errors import transport_errors
 
     ours = (MoeqError, MemoryError, *transport_errors())
@@ -84,10 +84,10 @@ def _is_meant(error: Exception) -> bool:
 
 
 def within(seconds: float, action: Callable[[], T], what: str) -> T:
-    """Call `action`, which may wait for a server, and give up after some seconds.
+    """Call `action`, which may wait for a server, and return its result, or give up after some seconds.
 
-    What still waits then is left to a thread of its own, which does not keep the process from ending.
-    Raises MoeqError `source.network`; and what `action` raises.
+    An action that still waits then stays in a thread, which does not keep the process from ending.
+    Raises MoeqError `source.network` after that time; and the errors of `action`.
     """
     found: list[T] = []
     raised: list[BaseException] = []
@@ -123,7 +123,7 @@ def _watch_session() -> None:
 
 
 def _ask_plainly(request: Any) -> None:
-    """Ask for uncompressed answers (a hook on the session): others can expand to a thousand times what was received."""
+    """Ask for uncompressed answers (a hook on the session): compressed ones can expand a thousandfold."""
     if _EXPECTED.get() is not None:
         request.headers["Accept-Encoding"] = "identity"
 
@@ -133,7 +133,7 @@ def _clean(response: Any) -> None:
     headers = response.headers
     for name in {*headers}:
         values = headers.get_list(name)
-        if name.lower() == "x-hf-warning":  # `topic; message`, of which a line is made that begins with the message
+        if name.lower() == "x-hf-warning":  # `topic; message`: the client prints a line that begins with the message
             values = [
                 f"{topic}; {plain(message.strip())}" for topic, _, message in (one.partition(";") for one in values)
             ]

@@ -1,7 +1,7 @@
-"""Weight files of a repository, each downloaded when it is needed and deleted afterwards. No torch.
+"""Weight files of a repository, each downloaded when it is needed and deleted afterwards. Imports no torch.
 
-The folder is ours alone. The Hub client keeps its own notes in it, by which a later run recognises finished files and
-continues half-fetched ones.
+Nothing else uses the stream's folder. The Hub client keeps its own notes there, by which a later run recognises
+finished files and continues half-fetched ones.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class WeightStream:
     """The weight files that are on disk at the moment.
 
     Args:
-        folder: where they are kept; made when the first file is fetched.
+        folder: folder for downloaded files, which is made when the first file is fetched.
         sizes: bytes of every weight file, by name.
-        download: puts a file into a folder and returns its path; continues what an earlier call left.
-        cached: path of a file in the client's own cache, or None. Such files are read where they are and stay.
-        check: compares a file on disk with what the repository lists, and raises MoeqError where it differs.
+        download: downloads a file into a folder and returns its path; continues an unfinished download.
+        cached: returns the path of a file in the client's own cache, or None. Such files are read there and stay.
+        check: compares a file on disk with the repository's listing, and raises MoeqError where they differ.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class WeightStream:
         return self._held.get(file)
 
     def keep_only(self, files: Collection[str]) -> None:
-        """Remove what an earlier run has fetched and nothing needs any more."""
+        """Remove files that an earlier run has fetched, except those named in `files`."""
         for file in self._sizes:
             if file not in files:
                 self._remove(file)
@@ -57,8 +57,8 @@ class WeightStream:
     def fetch(self, file: str) -> None:
         """Download a file if it is missing.
 
-        Raises MoeqError `source.*` where the Hub does not deliver it, `source.digest-mismatch` where it is not what the
-        Hub lists; `resources.disk-full`.
+        Raises MoeqError `source.*` where the Hub does not deliver it, `source.digest-mismatch` where it differs from
+        the listing; `resources.disk-full`.
         """
         if file in self._held:
             return

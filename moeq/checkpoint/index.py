@@ -1,7 +1,7 @@
 """Which files of a checkpoint hold its tensors: the index, or the files themselves.
 
-The index decides: tensors may lie in several shards (stale copies are real) and shard names follow no rule
-(zero-based, different digit counts, `model_extra_tensors.safetensors`), so they are read, never constructed.
+The index decides. Published checkpoints have stale copies of tensors in other shards. Shard names follow no rule (they
+count from 0 or 1, with any number of digits, or say `model_extra_tensors`), so they are read and never constructed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Weights:
 
     files: tuple[str, ...]  #: file names in index order
     weight_map: dict[str, str] | None = None  #: tensor name to file, or None where there is no index
-    index: str | None = None
-    total_size: int | None = None  #: what the index says the tensors add up to
+    index: str | None = None  #: name of the index file, or None
+    total_size: int | None = None  #: bytes of all tensors by the index, or None
     warnings: tuple[CheckpointWarning, ...] = ()
 
 
@@ -79,7 +79,7 @@ def _from_index(document: dict[str, Any], name: str) -> Weights:
 
 
 def _check_weight_name(file: object, where: str) -> str:
-    """Check a file name of an index, as `safe_name` does. Lexical: Hub caches are made of symbolic links."""
+    """Check a file name of an index as `safe_name` does, without following links: Hub caches consist of links."""
     name = safe_name(file, where)
     if not name.endswith(".safetensors"):
         raise MoeqError("source.unsafe-path", f"{where}: file {ascii(name)[:200]} is not a .safetensors file")
@@ -87,7 +87,7 @@ def _check_weight_name(file: object, where: str) -> str:
 
 
 def _unread(weights: Weights, present: Iterable[str], code: str, what: str) -> tuple[CheckpointWarning, ...]:
-    """Return a warning of the files that are there and not read, if there are any."""
+    """Return a warning that names the present files that are not read, if there are any."""
     extra = [name for name in present if name not in weights.files]
     return (CheckpointWarning(code, f"{what}: {_listed(extra)}"),) if extra else ()
 
@@ -113,8 +113,8 @@ class Merged:
 
     tensors: dict[str, TensorEntry]  #: every tensor that counts, by name
     warnings: list[CheckpointWarning]
-    #: Tensors that engines load although the index names another copy, or none: they read every tensor of every listed
-    #: file, and the last file in natural order wins (vLLM 0.33.0, `safetensors_weights_iterator`).
+    #: Tensors that engines load although the index names another copy or none. Engines read every tensor of every
+    #: listed file, and the last file in natural order takes precedence (vLLM 0.33.0, `safetensors_weights_iterator`).
     stale: tuple[TensorEntry, ...] = ()
 
 
@@ -154,7 +154,7 @@ def merge_headers(weights: Weights, headers: Iterable[Header]) -> Merged:
 
 
 def _place(entry: TensorEntry) -> list[tuple[int, str]]:
-    """Sort key of a tensor's file among those of a checkpoint, numbers by value, as engines read them."""
+    """Return the sort key of a tensor's file in natural order (numbers by value), in which engines read files."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", entry.file)]
 
 

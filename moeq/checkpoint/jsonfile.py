@@ -1,7 +1,7 @@
 """Strict reading of the JSON files of a checkpoint: configs and indices are untrusted input.
 
-Python's parser keeps the last of two equal keys, accepts `NaN` and recurses as deep as the input says. A checkpoint
-that needs any of those means different things to different readers, so it is refused here, in one sentence.
+Python's parser keeps the last of two equal keys, accepts `NaN` and recurses as deep as the input says. Readers disagree
+about files that need any of these, so they are refused, with an error of one sentence.
 
 Sizes are capped before anything is read. The worst JSON that Python can be made to build takes about 20 bytes of memory
 per byte of text, so a hostile file costs at most 2.5 GB (an index) or 1.3 GB (a config); real ones cost a tenth.
@@ -17,10 +17,10 @@ from moeq.checkpoint.files import read_regular
 from moeq.errors import MoeqError
 from moeq.typed import check_depth
 
-#: Configs of mixed checkpoints list every module and reach megabytes; nothing real comes near this.
+#: Most bytes of a config; configs of mixed checkpoints list every module and reach some megabytes.
 MAX_CONFIG_BYTES = 64 << 20
 
-#: The index of the largest published checkpoint (497,220 tensors) is about 60 MB.
+#: Most bytes of an index; the largest published checkpoint (497,220 tensors) has one of about 60 MB.
 MAX_INDEX_BYTES = 128 << 20
 
 
@@ -29,7 +29,7 @@ class DuplicateKeyError(ValueError):
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dictionary of pairs and refuse duplicate keys; an `object_pairs_hook`."""
+    """Make a dictionary from pairs and refuse duplicate keys (an `object_pairs_hook` of `json`)."""
     table = dict(pairs)
     if len(table) != len(pairs):
         seen: set[str] = set()
@@ -79,7 +79,7 @@ def parse_json(raw: bytes, where: str, code: str = "source.bad-config", *, float
         refuse(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}")
     except ValueError as error:
         refuse(f"not valid JSON: {str(error)[:300]}")
-    if floats:  # headers, which hold none, are read two levels deep and no further
+    if floats:  # headers, which hold no floats, are read only two levels deep
         check_depth(value, where, code)
     return value
 

@@ -1,7 +1,7 @@
 """Folders that moeq writes to. Files are opened relative to the folder's descriptor; no link is followed.
 
-Whoever may write to the folder around ours can put a link where a file is about to be made, or exchange the folder
-itself. From a descriptor, neither leads anywhere else.
+Whoever may write to the parent folder can put a link where a file is about to be made, or exchange the output folder.
+Paths relative to a descriptor stay in the folder that was opened.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OutputFolder:
 
     @contextmanager
     def _home(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Open the folder that a file is in; yields its descriptor and the file's name there."""
+        """Open the folder that a file is in, and yield its descriptor and the file's name there."""
         *folders, last = parts = name.split("/")
         if any(part in ("", ".", "..") for part in parts):
             raise MoeqError("source.unsafe-path", f"{ascii(name)[:200]} leads out of {self.path}")
@@ -97,7 +97,7 @@ class OutputFolder:
                     inner = os.open(folder, _FOLDER, dir_fd=fd)
                 except NotADirectoryError:
                     raise self._planted(name, f"below {folder}, which is not a folder") from None
-                # An interrupt in between leaves a descriptor open, which closing first would close twice.
+                # An interrupt between these lines leaks a descriptor; closing first could close one twice.
                 fd, outer = inner, fd
                 os.close(outer)
             yield fd, last
@@ -121,7 +121,7 @@ class OutputFolder:
             os.fsync(fd)
 
     def copy_file(self, source: int, name: str) -> None:
-        """Write what an open file holds and sync it: as many bytes as it has now, whatever is added to it.
+        """Copy an open file to `name` and sync it: the bytes that the source has now, none that are added meanwhile.
 
         Raises MoeqError as `write_file`; `source.truncated` where the source became shorter meanwhile.
         """
@@ -140,12 +140,12 @@ class OutputFolder:
             return file.read()
 
     def sync_file(self, name: str) -> None:
-        """Sync a file. Raises as `open`."""
+        """Flush a file to disk. Raises as `open`."""
         with closing_fd(self.open(name, os.O_RDONLY)) as fd:
             os.fsync(fd)
 
     def sync(self) -> None:
-        """Sync the names of its files. Raises OSError."""
+        """Flush the folder's list of names to disk. Raises OSError."""
         os.fsync(self.fd)
 
     def names(self) -> list[str]:
@@ -153,7 +153,7 @@ class OutputFolder:
         return sorted(_names(self.fd, ""))
 
     def remove(self, name: str) -> None:
-        """Remove a file, and the folders that it leaves empty. Raises OSError; not where it is gone already."""
+        """Remove a file and the folders that it leaves empty, if it exists. Raises OSError."""
         try:
             with self._home(name) as (home, last):
                 os.unlink(last, dir_fd=home)
@@ -168,13 +168,13 @@ class OutputFolder:
                 return
 
     def remove_folder(self, name: str) -> None:
-        """Remove a folder of ours with everything in it, or a file. Raises OSError."""
+        """Remove a folder that moeq made with everything in it, or a file. Raises OSError."""
         with suppress(FileNotFoundError, NotADirectoryError):
             shutil.rmtree(name, dir_fd=self.fd)
         self.remove(name)
 
     def make(self, name: str) -> bool:
-        """Make a folder; returns whether it is new. Raises OSError."""
+        """Make a folder, and return whether it is new. Raises OSError."""
         try:
             os.mkdir(name, dir_fd=self.fd)
         except FileExistsError:
@@ -193,7 +193,7 @@ class OutputFolder:
             return None
 
     def owner_of_new_files(self) -> int:
-        """Return the owner that this file system gives to new files; some give all to one user. Raises OSError."""
+        """Return the user id that this file system gives to new files; some give one to all files. Raises OSError."""
         name = f".moeq-{secrets.token_hex(8)}"
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=self.fd)
         try:

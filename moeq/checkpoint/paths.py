@@ -1,8 +1,8 @@
 """Names read from files: the one check that each has to pass before it is used as a path.
 
-Indices, manifests, restore data, journals and repository listings come from strangers. A name is taken where it is a
+Indices, manifests, restore data, journals and repository listings come from strangers. A name is accepted if it is a
 plain relative path on every system: nothing absolute, no `..`, nothing that a terminal, a shell or Windows reads as
-something else. What is taken is returned as it was, so that a restored folder has the names of its source.
+something else. An accepted name is returned unchanged, so that a restored folder has the names of its source.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Iterable
 
 from moeq.errors import MoeqError
 
-#: Bytes of one part of a path on common file systems, and of a whole name.
+#: Most bytes of one part of a path on common file systems, and of a whole name.
 _PART_BYTES, _NAME_BYTES = 255, 1024
 
 #: Names of devices on Windows, with any extension.
 _DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])\s*(\..*)?", re.IGNORECASE | re.DOTALL)
 
-#: Prefixes of moeq's own files, folded.
+#: Prefixes of moeq's own files, in the form that `folded` returns.
 _OWN = ("moeq-", "moeq.json")
 
 #: Prefixes of files that exist only while moeq works; no other file may have one, not even for a while.
@@ -44,8 +44,8 @@ def plain_name(name: object, where: str) -> str:
 def safe_name(name: object, where: str) -> str:
     """Check a name that may be joined to a folder to write it, and return it.
 
-    Raises MoeqError as `plain_name`; `source.reserved-name` for that of a manifest, or of a file that moeq keeps while
-    it works.
+    Raises MoeqError as `plain_name`; `source.reserved-name` for the name of a manifest, or of a file that moeq keeps
+    while it works.
     """
     name = plain_name(name, where)
     if folded(name).startswith(_WORK) or folded(name).split("/")[0] == _MANIFEST:
@@ -72,7 +72,7 @@ def _problem(name: object) -> str | None:
 
 
 def safe_names(names: Iterable[object], where: str) -> tuple[str, ...]:
-    """Check several names as `safe_name`; none may be a folder of another, nor the same where case is ignored.
+    """Check several names as `safe_name` does; none may be another's folder, or equal another where case is ignored.
 
     Raises MoeqError `source.unsafe-path`, `source.reserved-name`.
     """
@@ -88,7 +88,7 @@ def safe_names(names: Iterable[object], where: str) -> tuple[str, ...]:
 
 
 def require_distinct(names: Iterable[str], where: str) -> dict[str, str]:
-    """Refuse names of which two are one file where case does not count. Returns each by its folded form.
+    """Refuse names of which two are one file where case is ignored, and return folded form -> name.
 
     Raises MoeqError `source.unsafe-path`.
     """
@@ -105,15 +105,15 @@ def require_distinct(names: Iterable[str], where: str) -> dict[str, str]:
 
 
 def is_usable(name: str) -> bool:
-    """Return whether a file of every system can have this name."""
+    """Return whether a file can have this name on every system."""
     return _problem(name) is None
 
 
 def is_own(name: str) -> bool:
-    """Return whether a name is one of moeq's own files, or would be taken for one where case does not count."""
+    """Return whether a file of moeq's own has this name, or has it where case is ignored."""
     return folded(name).startswith(_OWN)
 
 
 def folded(name: str) -> str:
-    """Fold a name as file systems do that ignore case and ways to write a letter."""
+    """Return a name as file systems compare it that ignore case and Unicode's ways to write a letter."""
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())

@@ -17,10 +17,12 @@ from moeq.checkpoint.hub_errors import cut_errors
 from moeq.checkpoint.hub_guard import within
 from moeq.errors import MoeqError
 
+#: HTTP statuses after which the range is asked for again.
 _RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
+#: Attempts at one range.
 _ATTEMPTS = 4
 
-#: Seconds between attempts, and the longest wait a server can ask for.
+#: Seconds before the second attempt, and most seconds that a server can make moeq wait.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 
 #: Seconds that one range may take in all; a server that drips bytes is given up.
@@ -33,8 +35,9 @@ class RangeReader:
     """Reads ranges with the Hub client's session (its proxies, certificates and redirects).
 
     Args:
-        budget: upper bound of all bytes that are read.
-        etags: ETag by file name of ranges that were read before; a file whose ETag changes is refused.
+        headers: HTTP headers of every request.
+        budget: most bytes that are read in all.
+        etags: ETags of earlier ranges by file name, to which new ones are added; a file whose ETag changes is refused.
     """
 
     def __init__(self, headers: dict[str, str], budget: int, etags: dict[str, str] | None = None) -> None:
@@ -44,10 +47,10 @@ class RangeReader:
         self._lock = threading.Lock()
 
     def read(self, url: str, file: str, start: int, stop: int) -> tuple[bytes, int]:
-        """Read bytes `[start, stop)` of a file (fewer at its end); returns them and the size of the whole file.
+        """Return bytes `[start, stop)` of a file (fewer at its end), and the size of the whole file in bytes.
 
         Raises MoeqError `source.network` for servers that refuse or misbehave, `source.too-large` beyond the budget,
-        `source.changed` where the file is not the one of earlier ranges.
+        `source.changed` if the file was exchanged since an earlier range.
         """
         wait, why = _FIRST_WAIT, ""
         for attempt in range(_ATTEMPTS):
@@ -80,9 +83,9 @@ class RangeReader:
             return _Busy("the connection was closed before the answer", None)
 
     def _body(self, response: Any, file: str, start: int, stop: int) -> tuple[bytes, int] | _Busy:
-        whole = response.status_code == 200
-        first, total = (0, _length(response, file)) if whole else _content_range(response, file)
-        if first != (0 if whole else start):
+        is_whole = response.status_code == 200
+        first, total = (0, _length(response, file)) if is_whole else _content_range(response, file)
+        if first != (0 if is_whole else start):
             raise MoeqError("source.network", f"{file}: asked for bytes from {start:,}, the server sent from {first:,}")
         self._require_same(response, file)
         # A server that ignores ranges sends everything from the start: skip, take what is needed, and hang up.
@@ -99,7 +102,7 @@ class RangeReader:
                     detail = f"{file}: the server is too slow ({len(data):,} bytes in {_DEADLINE:g} s)"
                     raise MoeqError("source.network", detail)
         if len(data) < wanted:
-            self._spend(-len(data), file)  # they are asked for again
+            self._spend(-len(data), file)  # the next attempt reads these bytes again
             return _Busy(f"the connection was closed after {len(data):,} of {wanted:,} bytes", None)
         return bytes(data[start - first : wanted]), total
 
@@ -125,10 +128,10 @@ class RangeReader:
 
 @dataclass(frozen=True)
 class _Busy:
-    """The range has to be asked for again: the reason, and perhaps the seconds after which the server wants it."""
+    """Outcome of an attempt after which the range has to be asked for again."""
 
-    why: str
-    wait: float | None
+    why: str  #: reason, for messages
+    wait: float | None  #: seconds that the server asks to wait, or None
 
 
 def _seconds(value: str | None) -> float | None:
@@ -136,6 +139,7 @@ def _seconds(value: str | None) -> float | None:
 
 
 def _content_range(response: Any, file: str) -> tuple[int, int]:
+    """Return the first byte of the range that was sent, and the size of the whole file."""
     found = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
     if found is None or int(found[2]) < int(found[1]):
         shown = ascii(response.headers.get("content-range"))[:80]

@@ -13,16 +13,17 @@ from pathlib import Path
 from moeq.deploy.deployment import Gpu
 from moeq.deploy.gpus import find_by_device_name, parse_gpu
 
-_CUDA_MAJOR, _CUDA_MINOR = 75, 76  # cuDeviceGetAttribute: compute capability
+#: Numbers of the attributes of `cuDeviceGetAttribute` that hold the compute capability.
+_CUDA_MAJOR, _CUDA_MINOR = 75, 76
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def detect_gpu() -> Gpu | None:
-    """Return the first GPU that the CUDA driver or the AMD kernel driver reports; None if there is none.
+    """Return the first GPU that the CUDA driver, the AMD kernel driver or a loaded torch reports, or None.
 
-    A CPU is never the answer: whether a model is meant to run on the CPU is the user's decision, not a finding.
+    A CPU is never returned: the user decides whether a model is meant to run on the CPU.
     """
     for probe in _PROBES:
         gpu = probe()
@@ -48,7 +49,7 @@ def detect_cpu() -> Gpu:
 
 
 def _cuda() -> Gpu | None:
-    """Ask libcuda, which the driver installs: this needs no toolkit and no torch."""
+    """Return the GPU that libcuda reports, or None. The driver installs libcuda: no toolkit and no torch is needed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -72,7 +73,7 @@ def _cuda() -> Gpu | None:
 
 
 def _rocm() -> Gpu | None:
-    """Read the AMD kernel driver's topology: `gfx_target_version 90402` is gfx942."""
+    """Return the GPU in the AMD kernel driver's topology, or None: `gfx_target_version 90402` is gfx942."""
     for node in sorted(_KFD.glob("*/properties")) if _KFD.is_dir() else ():
         try:
             fields = dict(line.split(maxsplit=1) for line in node.read_text().splitlines() if " " in line)
@@ -86,7 +87,7 @@ def _rocm() -> Gpu | None:
 
 
 def _xpu() -> Gpu | None:
-    """Ask torch for an Intel GPU, if torch is loaded already: importing it for this would take seconds."""
+    """Return the Intel GPU that torch reports, if torch is loaded already; importing torch would take seconds."""
     torch = sys.modules.get("torch")
     xpu = getattr(torch, "xpu", None)
     return parse_gpu("XPU") if xpu is not None and xpu.is_available() else None
@@ -95,7 +96,7 @@ def _xpu() -> Gpu | None:
 _PROBES: tuple[Callable[[], Gpu | None], ...] = (_cuda, _rocm, _xpu)
 
 
-#: Packages that matter to a conversion or to what loads it.
+#: Packages that matter to a conversion or to the loaders of its output.
 PACKAGES = ("torch", "triton", "numba", "vllm", "sglang", "transformers", "safetensors", "huggingface_hub")
 
 

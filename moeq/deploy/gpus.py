@@ -11,7 +11,7 @@ from typing import Literal
 from moeq.deploy.deployment import Gpu
 from moeq.errors import MoeqError
 
-# Compute capability -> product names with memory in GiB. A name sold with several sizes has the smallest.
+#: Compute capability -> product names with memory in GiB; the smallest one if a product has several sizes.
 _CUDA: dict[tuple[int, int], dict[str, int | None]] = {
     (7, 0): {"V100": 16},
     (7, 5): {"T4": 16, "RTX 2070": 8, "RTX 2080": 8, "RTX 2080 Ti": 11, "Quadro RTX 6000": 24, "Quadro RTX 8000": 48},
@@ -61,6 +61,7 @@ _CUDA: dict[tuple[int, int], dict[str, int | None]] = {
     (12, 1): {"GB10": 128, "DGX Spark": 128},
 }
 
+#: ROCm architecture -> product names with memory in GiB.
 _ROCM: dict[str, dict[str, int | None]] = {
     "gfx90a": {"MI210": 64, "MI250": 128, "MI250X": 128, "MI200": 64},
     "gfx942": {"MI300A": 128, "MI300X": 192, "MI325X": 256},
@@ -71,16 +72,17 @@ _ROCM: dict[str, dict[str, int | None]] = {
     "gfx1250": {"gfx1250": None},
 }
 
+#: Product names of Intel GPUs with memory in GiB.
 _XPU: dict[str, int | None] = {"XPU": None, "Arc B580": 12, "Arc Pro B60": 24, "Max 1550": 128}
 
-#: Architectures that the table has no product for. Source: NVIDIA's and AMD's lists (CUDA 13, LLVM's AMDGPU).
+#: Architectures without a product in the tables above. Source: NVIDIA's and AMD's lists (CUDA 13, LLVM's AMDGPU).
 _OTHER_CUDA = ((5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 2), (8, 8), (10, 1))
 _OTHER_ROCM = (
     *("gfx900", "gfx906", "gfx908", "gfx940", "gfx941", "gfx1010", "gfx1012", "gfx1030", "gfx1031", "gfx1032"),
     *("gfx1034", "gfx1035", "gfx1036", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"),
 )
 
-# CPU kinds are instruction sets: kernels ask for those.
+#: CPU kind -> names for it. Kinds are instruction sets, because kernels depend on them.
 _CPU: dict[str, tuple[str, ...]] = {
     "x86-amx": ("CPU", "CPU-AMX", "Sapphire Rapids", "Granite Rapids"),
     "x86": ("CPU-x86",),
@@ -120,7 +122,7 @@ def parse_gpu(name: str) -> Gpu:
     """Return the device of a name: a product, a name that a driver reports, `smXY`, `gfxNNN`, or a CPU kind.
 
     Raises:
-        MoeqError: `usage.unknown-gpu`, naming the nearest known ones.
+        MoeqError: `usage.unknown-gpu`, naming the nearest known products.
     """
     key = _key(name)
     if key in _by_key():
@@ -147,14 +149,14 @@ def parse_gpu(name: str) -> Gpu:
 
 
 def default_dtype(gpu: Gpu) -> Literal["bf16", "fp16"]:
-    """Return the activation dtype that engines take by themselves: bf16 on hardware that has it."""
+    """Return the activation dtype that engines choose by default: bf16 on hardware that supports it, else fp16."""
     return "fp16" if gpu.capability is not None and gpu.capability < (8, 0) else "bf16"
 
 
 def find_by_device_name(reported: str) -> Gpu | None:
     """Look up a name that a driver reports (`NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`); None if unknown.
 
-    The longest known sequence of words from the left counts. Memory that the name states replaces the table's.
+    The longest known sequence of words from the left decides. Memory in the name replaces the memory of the table.
     """
     words = re.findall(r"[A-Za-z0-9]+", reported)
     for count in range(len(words), 0, -1):

@@ -13,6 +13,7 @@ from moeq.deploy.gpus import default_dtype, parse_gpu
 from moeq.errors import MoeqError
 from moeq.spelling import option
 
+#: Spelling of a dtype -> dtype of a deployment.
 DTYPES = {
     "bf16": "bf16",
     "bfloat16": "bf16",
@@ -21,6 +22,7 @@ DTYPES = {
     "float16": "fp16",
     "half": "fp16",
 }
+#: Options of a deployment, by the type of their values.
 _COUNTS = ("tp", "ep", "dp", "pcp", "redundant_experts")
 _SWITCHES = ("batched", "lora", "eplb")
 _TEXTS = ("backend", "engine", "all2all", "quantization")
@@ -46,13 +48,13 @@ def read_deploy_file(path: Path) -> dict[str, Any]:
 
 
 def make_deployment(options: Mapping[str, Any], file: Path | None = None, *, detect: bool = True) -> Deployment:
-    """Build the deployment that options and file describe. Options win; an option that is None is not given.
+    """Build the deployment from options and a file. Options take precedence over the file, unless they are None.
 
     Args:
         options: any of `gpu`, `tp`, `ep`, `dp`, `pcp`, `batched`, `lora`, `eplb`, `redundant_experts`, `dtype`,
             `backend`, `engine`, `all2all`, `quantization`, `env`, `packages`.
         file: a `--deploy` file.
-        detect: look for a local GPU if none is named.
+        detect: whether to look for a local GPU if none is named.
 
     Raises:
         MoeqError: `usage.no-gpu` if none is named or found, `usage.unknown-gpu`, `usage.deployment` for impossible

@@ -1,6 +1,6 @@
-"""Static scales of activations: which experts lack one, and which have one that no kernel can use. No torch.
+"""Static scales of activations: which experts lack one, and which have one that no kernel can use. Imports no torch.
 
-Experts that no token reached while a model was calibrated have no scale, or one of 0, infinity or NaN.
+Experts that no token reached during calibration have no scale, or a scale of 0, infinity or NaN.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from moeq.model.expert_kinds import Experts
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import ACTIVATION_SCALES, FLOAT_NAMES
 
-#: Dtypes of scales, with their unsigned integers.
+#: Safetensors dtype of scales -> numpy's unsigned integer of the same width.
 _DTYPES = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}
 
+#: Returns the place of a source tensor in the files that are read, or None if it is not in them.
 Find = Callable[[TensorEntry], TensorEntry | None]
+#: Opens a file by name and returns its descriptor.
 Open = Callable[[str], int]
 
 #: Most bytes that a scale's tensor may have: one float32 for each of 65,536 experts.
@@ -34,9 +36,9 @@ class ScaleFault:
 
     layer: int
     part: str  #: name of the scale, a key of `ACTIVATION_SCALES`
-    what: str  #: `no`, `a zero`, `an infinite`, `a NaN` or `a negative`
+    what: str  #: the fault in words before the name of the scale: `no`, `a zero`, `an infinite`, `a NaN`, `a negative`
     experts: tuple[int, ...]  #: the experts, sorted
-    projections: tuple[StoredName, ...]  #: projections that are concerned, sorted; empty for all
+    projections: tuple[StoredName, ...]  #: projections with the fault, sorted; empty for all
 
     @property
     def is_stored(self) -> bool:
@@ -45,9 +47,9 @@ class ScaleFault:
 
     @property
     def text(self) -> str:
-        """Describe the fault: `layer 0: experts 2, 5 have a zero input_scale of down`."""
-        of = f" of {', '.join(self.projections)}" if self.projections else ""
-        return f"layer {self.layer}: experts {listed(self.experts, 8)} have {self.what} {self.part}{of}"
+        """Sentence about the fault: `layer 0: experts 2, 5 have a zero input_scale of down`."""
+        owners = f" of {', '.join(self.projections)}" if self.projections else ""
+        return f"layer {self.layer}: experts {listed(self.experts, 8)} have {self.what} {self.part}{owners}"
 
 
 def has_static_scale(scheme: Scheme) -> bool:
@@ -79,11 +81,7 @@ def unusable_scales(experts: Experts, find: Find, opened: Open) -> tuple[list[Sc
     """Read the static activation scales of a layer and find those that are no positive finite numbers.
 
     Only scales that engines use are read. Returns the faults, and the experts whose gate and up have scales that differ
-    by more than 0.00001; a gate's scale of 1.0 counts as none, as vLLM's loader compares.
-
-    Args:
-        find: place of a source tensor in the files that are read, or None where it is not among them.
-        opened: opens a file by name and returns its descriptor.
+    by more than 0.00001. A gate's scale of 1.0 never differs, as in the comparison of vLLM's loader.
 
     Raises:
         MoeqError: `source.truncated`, `source.unreadable`.
@@ -132,7 +130,7 @@ def _fault(number: float) -> str | None:
 
 
 def _joined(experts: Experts, rows: Iterable[tuple[str, str, StoredName, set[int]]]) -> list[ScaleFault]:
-    """Join faults of several projections of the same experts."""
+    """Return the faults of `(part, what, projection, experts)` rows; projections of the same experts share a fault."""
     owners: dict[tuple[str, str, StoredName], set[int]] = {}
     for part, what, projection, numbers in rows:
         owners.setdefault((part, what, projection), set()).update(numbers)
@@ -148,7 +146,7 @@ def _joined(experts: Experts, rows: Iterable[tuple[str, str, StoredName, set[int
 
 
 def _read(opened: Open, entries: list[TensorEntry]) -> dict[str, list[float]]:
-    """Read small tensors of floats by name, opening every file once."""
+    """Read small float tensors, opening every file once: tensor name to its numbers."""
     import numpy as np
 
     from moeq.layouts.float_bits import numbers_of

@@ -42,7 +42,7 @@ class ConvertedCheckpoint(Checkpoint):
     Layers that were copied unchanged are read as the source reads them, and `declaration` is the source's.
 
     Attributes:
-        manifest: its `moeq.json`.
+        manifest: content of its `moeq.json`.
 
     Raises:
         MoeqError: `source.bad-manifest` if manifest and tensors contradict each other, naming the tensor.
@@ -61,7 +61,7 @@ class ConvertedCheckpoint(Checkpoint):
         expert_bytes = sum(source.tensors[name].nbytes for name in names)
         self.declaration = _source_declaration(source)
         self._experts = _copied_experts(source, manifest, self.declaration)
-        self._scale_faults = {entry.layer: () for entry in manifest.layers}  # told when it was converted
+        self._scale_faults = {entry.layer: () for entry in manifest.layers}  # conversion has reported them
         self._unequal_scales = {}
         self._scales_read = True
         self.info = replace(
@@ -112,7 +112,7 @@ class ConvertedCheckpoint(Checkpoint):
         return projection_spec(self._entries[layer].source_spec(_STACK[role]), role)
 
     def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
-        """Unpack one logical matrix from the expert's bytes, cut off its padding and join its ranks."""
+        """Return one logical matrix: unpack the expert's bytes, cut off the padding and join the ranks' shards."""
         if layer not in self._entries:
             return super().matrix(layer, expert, role)
         check_role(role)
@@ -214,7 +214,7 @@ def _wanted_tensors(entry: LayerEntry, matrix: MatrixEntry) -> Mapping[str, Tens
 
 
 def _check_ranks(entry: LayerEntry) -> None:
-    """Check that every rank's matrices are its part of the whole, and that the ranks of an expert hold all of it."""
+    """Check that each rank's matrices have the sizes of its shard, and that the ranks of an expert hold all of it."""
     size = entry.matrices["w2"].spec.k
     for rank in entry.ranks:
         for role, matrix in rank.matrices.items():
@@ -222,7 +222,7 @@ def _check_ranks(entry: LayerEntry) -> None:
                 raise _damaged(entry, f"rank {rank.rank}", f"describes {role} as something else than its shard")
         if not 0 <= rank.experts[0] < rank.experts[1] <= entry.num_experts:
             raise _damaged(entry, f"rank {rank.rank}", f"holds experts {rank.experts} of {entry.num_experts:,}")
-    # One expert of each interval is enough: its ranks change only where some rank's experts begin or end.
+    # One expert of each interval is enough: the holding ranks change only where some rank's experts begin or end.
     for expert in sorted({0, *(at for rank in entry.ranks for at in rank.experts)} - {entry.num_experts}):
         position = 0
         for rank in entry.ranks:

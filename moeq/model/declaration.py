@@ -14,7 +14,7 @@ from moeq.schemes.registry import read_dialect
 #: Keys of `config.json` (and of its language-model sub-configs) that hold a quantisation config.
 _KEYS = ("quantization_config", "compression_config")
 
-#: Methods of side files that do not say their method.
+#: Side file -> method if the file does not name one.
 _SIDE_METHODS = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -23,7 +23,7 @@ _SIDE_METHODS = {
     "quant_model_description.json": "ascend",
 }
 
-#: Names of methods by other names that configs have for them.
+#: Other name of a method in configs -> name in moeq.
 _ALIASES = {
     "compressed_tensors": "compressed-tensors",
     "sparseml": "compressed-tensors",
@@ -54,9 +54,9 @@ _COMPARED = (
 def find_declaration(
     config: Mapping[str, Any], side_configs: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Declaration | None, list[CheckpointWarning]]:
-    """Find the quantisation config that takes effect, and warnings about copies that differ from it.
+    """Return the quantisation config that takes effect, and warnings about copies that differ from it.
 
-    `config.json` wins over side files. The config is None if nothing declares a quantisation.
+    `config.json` takes precedence over side files. The config is None if nothing declares a quantisation.
     """
     found = list(_candidates(config, side_configs))
     if not found:

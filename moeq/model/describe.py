@@ -57,7 +57,7 @@ class Stacks:
 
 
 def split_stacks(layers: Iterable[LayerExperts], num_layers: int | None) -> Stacks:
-    """Separate the decoder from multi-token prediction and from further stacks.
+    """Separate the decoder's layers from those of multi-token prediction and of further stacks.
 
     Raises MoeqError `source.bad-names` if one layer has two sets of experts.
     """
@@ -88,7 +88,7 @@ def split_stacks(layers: Iterable[LayerExperts], num_layers: int | None) -> Stac
 
 @dataclass(frozen=True)
 class Model:
-    """Everything that a description is made from."""
+    """Input of `describe`: everything that a description is made from."""
 
     source: Source
     facts: Facts
@@ -202,12 +202,12 @@ def model_type(facts: Facts) -> str:
     return facts.text(("model_type",)) or "unknown"
 
 
-#: Names of activations in engines and kernels, by other names in transformers (vLLM's `_STR_ALIASES` has them).
+#: Activation's name in transformers -> its name in engines and kernels, where they differ (vLLM's `_STR_ALIASES`).
 _SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def _activation(facts: Facts, family: ModelFamily) -> str:
-    """Return the activation: the family's own if its code ignores the config, else that of the config."""
+    """Return the activation's name: the family's own if its code ignores the config, else the config's."""
     found = family.activation or facts.text(ACTIVATION) or "silu"
     return _SAME_ACTIVATION.get(found, found)
 

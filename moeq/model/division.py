@@ -1,7 +1,7 @@
 """Divide a layer into the shards of a deployment, and decide if one unsharded file can serve them. Imports no torch.
 
-A loader can slice an unsharded file if a slice of the layout's packing is the packing of the slice, and if neither the
-whole nor a shard needs padding. Every other layer is written rank by rank.
+A loader can slice an unsharded file if slicing the packed bytes gives the bytes that packing the slice would give, and
+if neither the whole layer nor a shard needs padding. Every other layer is written rank by rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range, shard_spec
 from moeq.spelling import option
 
-#: Features per block in formats whose engines give ranks whole blocks, the last ranks fewer (gpt-oss: 2880 over 4).
+#: Format whose engines give ranks whole blocks, fewer to the last ranks (gpt-oss: 2880 over 4) -> features per block.
 UNEVEN_FORMATS: Mapping[str, int] = {"mxfp4": 32}
 
 Specs = Mapping[StackedRole, MatrixSpec]
@@ -50,8 +50,8 @@ def divide(where: str, specs: Specs, layout: Layout, num_experts: int, tp: int, 
 
     Args:
         tp: number of ranks that share an expert.
-        ep: number of ranks that share the experts, which are whole then.
-        unit: block of intermediate features that ranks get whole, some more than others; None: all get the same.
+        ep: number of ranks over which whole experts are spread; 1 without expert parallelism.
+        unit: features of a block that ranks get whole, so that some get more than others; None for equal shares.
 
     Raises:
         MoeqError: `usage.tp`, `usage.group-cut` or `usage.ep` with the arithmetic and the nearest size that works.
@@ -98,14 +98,14 @@ def split_intermediate(where: str, w2: MatrixSpec, tp: int, unit: int | None) ->
 
 
 def _share(size: int, tp: int, unit: int | None) -> int:
-    """Return the largest number of features of a rank."""
+    """Return the largest number of features that a rank gets."""
     return size // tp if unit is None or size % unit else -(-(size // unit) // tp) * unit
 
 
 def _split_problem(w2: MatrixSpec, tp: int, unit: int | None) -> tuple[str, str] | None:
     size = w2.k
     if tp == 1:
-        return None  # the last group of the whole may be partial
+        return None  # nothing is cut, even if the last group is partial
     if unit is not None and size % unit == 0:
         share = _share(size, tp, unit)
         if share * (tp - 1) < size:

@@ -19,9 +19,9 @@ from moeq.schemes.declared import Declaration
 
 
 def check_counts(facts: Facts, experts: Iterable[Experts]) -> None:
-    """Compare the number of experts found with the number declared: in all, if a layer has several sets.
+    """Check the number of experts against the config, which may declare several sets that add up to it.
 
-    Raises MoeqError `source.inconsistent` if the config's number is not the largest number found.
+    Raises MoeqError `source.inconsistent` if the config's number is not the largest number found in a layer.
     """
     declared, sets = facts.experts(), facts.expert_sets()
     found = {item.layer.layer: item.num_experts for item in experts}
@@ -39,7 +39,7 @@ def check_complete(experts: Iterable[Experts]) -> None:
     Raises MoeqError `source.incomplete-experts` naming layer, expert and projection.
     """
     gaps: list[str] = []
-    uncalibrated = 0
+    mixed_layers = 0
     for item in experts:
         groups = item.kinds()
         present = {projection for group in groups for projection in group.kind.projections}
@@ -49,12 +49,12 @@ def check_complete(experts: Iterable[Experts]) -> None:
         if plain and len(plain) < len(groups):
             numbers = sorted(expert for group in plain for expert in group.experts)
             gaps.append(f"layer {item.layer.layer}: experts {listed(numbers)} are not quantised, the others are")
-            uncalibrated += 1
+            mixed_layers += 1
         if "down" not in present or not present & {"up", "gate_up"}:
             gaps.append(f"layer {item.layer.layer}: projections {sorted(present)}, expected (gate,) up and down")
     if gaps:
         hint = "the checkpoint is not complete; download it again"
-        if uncalibrated == len(gaps):  # quantisers leave out experts that no token of the calibration reached
+        if mixed_layers == len(gaps):  # quantisers leave out experts that no token of the calibration reached
             hint = "engines take one format for all experts of a layer: quantise again with every expert calibrated"
         raise MoeqError("source.incomplete-experts", listed(gaps, separator="; "), hint)
 
@@ -82,7 +82,7 @@ def lint_sets(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
 def check_sizes(
     facts: Facts, family: ModelFamily | None, up: MatrixSpec, down: MatrixSpec
 ) -> Iterator[CheckpointWarning]:
-    """Compare the sizes found with the sizes declared.
+    """Check the sizes of the experts against the config; a difference that does not matter is a warning.
 
     Raises MoeqError `source.inconsistent` if experts read neither the hidden size nor a declared latent size.
     """
@@ -95,8 +95,8 @@ def check_sizes(
         message = f"experts have {down.k} intermediate features, the config declares {declared}; the tensors count"
         yield CheckpointWarning("config.sizes-differ", message)
     if up.num_groups * up.group_size != up.k or down.num_groups * down.group_size != down.k:
-        narrow = up if up.num_groups * up.group_size != up.k else down
-        message = f"K={narrow.k} is not a multiple of group size {narrow.group_size}: the last group is partial"
+        partial = up if up.num_groups * up.group_size != up.k else down
+        message = f"K={partial.k} is not a multiple of group size {partial.group_size}: the last group is partial"
         yield CheckpointWarning("shape.partial-group", message)
 
 

@@ -24,11 +24,13 @@ _QUANT_LEAVES = frozenset(
     }
 )
 
+#: Dtypes of `weight` that only quantised modules have.
 _QUANT_DTYPES = frozenset({"I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4"})
 
+#: Dtypes of a router's tensors that mean quantisation.
 _PACKED = frozenset({"I32", "I8", "U8"})
 
-#: Components of module names, and the part of the model that they mean. The first rule that matches wins.
+#: Component of a module name, and the part of the model that it means. The first matching rule takes precedence.
 _RULES: tuple[tuple[str, str], ...] = (
     ("mtp", "mtp"),
     ("shared_expert_gate", "router"),
@@ -61,8 +63,8 @@ _RULES: tuple[tuple[str, str], ...] = (
 
 @dataclass
 class _Module:
-    quantized: bool = False
-    matrix: bool = False
+    quantized: bool = False  #: whether a tensor of the module is quantised
+    matrix: bool = False  #: whether a tensor of the module has two axes or more
 
 
 def _is_quantised_leaf(leaf: str) -> bool:
@@ -77,10 +79,11 @@ def part_of(module: str) -> str:
 
 
 def module_uses(tensors: Iterable[TensorEntry], experts: ModuleUse) -> list[ModuleUse]:
-    """Count modules for each part of the model, the routed experts first.
+    """Count modules for each part of the model: the routed experts first, then the other parts by size.
 
     Args:
         tensors: every tensor that is not a routed expert's.
+        experts: the count of the routed experts.
     """
     modules: dict[str, _Module] = {}
     sizes: dict[str, int] = {}
@@ -106,7 +109,7 @@ def parts_of_module(tensors: Mapping[str, TensorEntry], module: str) -> list[Ten
 
 
 def is_quantized_module(parts: Iterable[TensorEntry]) -> bool:
-    """Return whether a module's parts are those of quantised weights."""
+    """Return whether the parts of a module hold quantised weights."""
     leaves = ((part.name.rpartition(".")[2], part.dtype) for part in parts)
     return any(_is_quantised_leaf(leaf) or (leaf == "weight" and dtype in _QUANT_DTYPES) for leaf, dtype in leaves)
 

@@ -27,7 +27,7 @@ class QuantizedModule:
 
     name: str
     parts: Mapping[str, TensorEntry]  #: its tensors by part
-    described: Described  #: its scheme and sizes; the role in them means nothing
+    described: Described  #: its scheme and sizes; the role in its spec has no meaning
 
 
 def quantized_modules(tensors: Iterable[TensorEntry], declaration: Declaration | None) -> Iterator[QuantizedModule]:
@@ -80,7 +80,7 @@ def _by_module(tensors: Iterable[TensorEntry]) -> Iterable[tuple[str, dict[str, 
     """Group tensors by the module that they belong to."""
     grouped: dict[str, dict[str, TensorEntry]] = {}
     for entry in tensors:
-        # bitsandbytes has parts below the weight.
+        # Parts of bitsandbytes are named below the weight: `weight.absmax`.
         name, found, part = entry.name.partition(".weight.")
         if found:
             part = f"weight.{part}"
@@ -91,10 +91,10 @@ def _by_module(tensors: Iterable[TensorEntry]) -> Iterable[tuple[str, dict[str, 
 
 
 def read_module(source: Source, module: QuantizedModule, rows: tuple[int, int] | None = None) -> QuantizedMatrix:
-    """Decode a module, reading just its tensors.
+    """Read the tensors of a module and decode them.
 
     Args:
-        rows: first row and the row after the last; None for all. Only of formats whose parts all have rows.
+        rows: first row and the row after the last, for formats whose parts all have rows; None for all rows.
 
     Raises:
         MoeqError: `source.bad-data` if the data is impossible.
@@ -103,8 +103,8 @@ def read_module(source: Source, module: QuantizedModule, rows: tuple[int, int] |
     if rows is None:
         parts = {part: source.read(entry.name) for part, entry in module.parts.items()}
         return decode(parts, spec, scheme, module.name)
-    some = {part: source.read_rows(entry, *rows) for part, entry in module.parts.items()}
-    return decode(some, spec.with_sizes(n=rows[1] - rows[0]), scheme, module.name)
+    parts = {part: source.read_rows(entry, *rows) for part, entry in module.parts.items()}
+    return decode(parts, spec.with_sizes(n=rows[1] - rows[0]), scheme, module.name)
 
 
 def decode(parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme, module: str) -> QuantizedMatrix:

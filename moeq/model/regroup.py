@@ -46,7 +46,7 @@ def regroup(matrix: QuantizedMatrix, group: int) -> QuantizedMatrix:
 
 
 def repeat_groups(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
-    """Convert a matrix to the groups of `spec`, which divide its own."""
+    """Convert a matrix to the groups of `spec`, which divide the groups of the matrix."""
     times = matrix.spec.group_size // spec.group_size
 
     def repeated(tensor: Tensor | None) -> Tensor | None:
@@ -59,9 +59,9 @@ def repeat_groups(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
 
 
 def ungroup(matrix: QuantizedMatrix, group: int | None) -> QuantizedMatrix:
-    """Convert a matrix back to its former groups of `group`; None if it was not regrouped.
+    """Convert a matrix back to its former groups; return it unchanged if `group` is None.
 
-    Raises MoeqError `source.regrouped` if the parts of a group no longer agree, since the file was changed.
+    Raises MoeqError `source.regrouped` if the parts of a group do not agree, since the file was changed.
     """
     import torch
 

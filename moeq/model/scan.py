@@ -1,7 +1,7 @@
 """Check a checkpoint's data: the small tensors of every expert (scales, zero points, group indices, biases).
 
-`moeq inspect` reads headers only; `--scan` adds this. Findings of a kind become one warning with a count and the first
-place.
+`moeq inspect` reads headers only; `--scan` adds this check. Findings with the same code become one warning with their
+count and the first tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SCALE_TOLERANCE = 1e-3
 
 _ACTIVATION_SCALE = "data.activation-scale"
 
-#: Sentences of the findings by their code.
+#: Code of a finding -> its sentence.
 MESSAGES = {
     "data.scale-nonfinite": "scales are NaN or infinite",
     "data.scale-negative": "scales are negative",
@@ -54,7 +54,7 @@ MESSAGES = {
 
 
 class _Findings:
-    """Findings by code: their count and their first place."""
+    """Findings by code: their count and the first tensor."""
 
     def __init__(self) -> None:
         self._count: Counter[str] = Counter()

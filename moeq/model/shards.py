@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Range:
-    """Interval `start .. stop`, the stop excluded."""
+    """Interval of indices from `start` up to `stop`, which is excluded."""
 
     start: int
     stop: int
 
     @property
     def size(self) -> int:
-        """Number of items in it."""
+        """Number of indices in the interval."""
         return self.stop - self.start
 
 
@@ -44,11 +44,11 @@ def shard_spec(spec: MatrixSpec, part: Range) -> MatrixSpec:
 
 
 def shard_matrix(matrix: QuantizedMatrix, part: Range, *, first: bool) -> QuantizedMatrix:
-    """Cut out the shard that holds some intermediate features.
+    """Return the shard of `w13` or `w2` that holds some intermediate features.
 
     Args:
-        part: intermediate features, at group boundaries of w2 unless it has act-order or one scale per channel.
-        first: whether the shard is that of rank 0, which keeps the bias of w2.
+        part: intermediate features, from a group boundary of w2 on unless it has act-order or one scale per channel.
+        first: whether this is the shard of rank 0, which keeps the bias of w2.
     """
     spec = shard_spec(matrix.spec, part)
     if spec == matrix.spec:
@@ -64,13 +64,13 @@ def join_shards(spec: MatrixSpec, shards: Sequence[QuantizedMatrix]) -> Quantize
         return shards[0]
     first = shards[0]
     if spec.role == "w2":
-        once = spec.act_order or spec.num_groups == 1
+        shared = spec.act_order or spec.num_groups == 1  # every shard has all scales
         return replace(
             first,
             spec=spec,
             codes=torch.cat([shard.codes for shard in shards], dim=1),
-            scales=first.scales if once else torch.cat([shard.scales for shard in shards], dim=1),
-            zeros=first.zeros if once else _cat([shard.zeros for shard in shards], 1),
+            scales=first.scales if shared else torch.cat([shard.scales for shard in shards], dim=1),
+            zeros=first.zeros if shared else _cat([shard.zeros for shard in shards], 1),
             group_index=_cat([shard.group_index for shard in shards], 0),
         )
 
@@ -93,14 +93,14 @@ def _rows(matrix: QuantizedMatrix, spec: MatrixSpec, part: Range) -> QuantizedMa
 
 def _columns(matrix: QuantizedMatrix, spec: MatrixSpec, part: Range, first: bool) -> QuantizedMatrix:
     whole = matrix.spec
-    everything = whole.act_order or whole.num_groups == 1
-    if not everything and part.start % whole.group_size:
+    keeps_groups = whole.act_order or whole.num_groups == 1
+    if not keeps_groups and part.start % whole.group_size:
         raise MoeqError(
             "usage.group-cut",
             f"{whole.role}: a shard that starts at column {part.start} cuts a group of {whole.group_size}",
         )
     size = whole.group_size
-    groups = slice(None) if everything else slice(part.start // size, -(-part.stop // size))
+    groups = slice(None) if keeps_groups else slice(part.start // size, -(-part.stop // size))
     return replace(
         matrix,
         spec=spec,

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Source tensor, or one expert's row of a stacked one."""
+    """Source tensor, or one expert's row of a stacked source tensor."""
 
     entry: TensorEntry  #: the source tensor
     start: int  #: first byte of the part in the source file
     end: int  #: one past its last byte
-    rebuilt: Tensor | None  #: part that follows from the logical matrix, or None if it does not follow
+    rebuilt: Tensor | None  #: part as rebuilt from the logical matrix; None if it was not or cannot be rebuilt
     certain: bool  #: whether decoding is a bijection, so that the rebuilt part need not be compared
 
     @property
@@ -44,7 +44,7 @@ def stored_parts(
     """Rebuild every source tensor of one expert's `w13` or `w2`.
 
     Args:
-        rebuild_certain: whether to rebuild the parts that need no comparison, too.
+        rebuild_certain: whether to rebuild also the parts that need no comparison.
     """
     kind, unit, fused = experts.kind(expert), experts.layer.unit(expert), experts.layer.fused
     for projection, stored in as_stored(kind, role, matrix):

@@ -49,7 +49,7 @@ def _row(policy: EnginePolicy, family: Family, backend: Backend) -> dict[str, An
 
 
 def _limits(backend: Backend, classes: Sequence[ExpertsClass]) -> list[str]:
-    """List what a backend asks for besides its device, in words."""
+    """List the requirements of a backend besides its device, in words."""
     words = [FILTERS[name].title for name in backend.filters]
     if all(row.format == "batched" for row in classes):
         words.append("batched activations")

@@ -20,9 +20,9 @@ class DeviceTerm:
 
     text: str
     platform: str
-    low: tuple[int, int] | None = None
-    high: tuple[int, int] | None = None
-    arch: str | None = None
+    low: tuple[int, int] | None = None  #: least compute capability, or None
+    high: tuple[int, int] | None = None  #: largest compute capability, or None
+    arch: str | None = None  #: the only architecture that is admitted, or None
 
     def admits(self, gpu: Gpu) -> bool:
         """Tell whether a GPU meets the condition."""
@@ -60,7 +60,7 @@ def _version(text: str, minor: int) -> tuple[int, int]:
 def nearest_device(gpu: Gpu, known: Mapping[str, Any]) -> str | None:
     """Return the device of an engine's tables that represents a GPU, or None.
 
-    Prefer the GPU's own architecture, then the newest older one of its kind.
+    Its own architecture is preferred, then the newest older one of its platform (for ROCm, of its generation).
     """
     if gpu.arch in known:
         return gpu.arch

@@ -1,4 +1,4 @@
-"""What the oracle prints by code, explained: rules, pre-filters, gates, advisories, requirements, kinds of failure."""
+"""Explanations of the codes that the oracle prints: rules, filters, gates, advisories, requirements and failures."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _advisories() -> Iterator[Entry]:
 
 @cache
 def catalog() -> dict[str, Entry]:
-    """Return every entry by its code. Pre-filters that share a code have their titles joined."""
+    """Return every entry by its code. The titles of pre-filters that share a code are joined."""
     table: dict[str, Entry] = {}
     for entry in _entries():
         known = table.get(entry.code)

@@ -41,12 +41,12 @@ def judge(
 
     Args:
         scheme: encoding of the experts.
-        shape: sizes of the layer; biases of the scheme are added.
+        shape: sizes of the layer; it has biases also if the scheme has them.
         deployment: target; its `engine` decides.
-        config: `quantization_config` of the checkpoint, if there is one: per-module rules are read from it.
+        config: `quantization_config` of the checkpoint with its per-module rules; None makes one from the scheme.
         prefix: module path of the layer's experts, which per-module rules are matched against.
-        explain: also try single changes, to find what makes each backend work and which packages and variables
-            mattered.
+        explain: whether to try single changes, too, which show what makes each backend work and which packages and
+            variables mattered.
         admits: function that returns False for deployments that must not be suggested.
         tensors: headers of the layer's experts in the file, if they are to be compared with what the engine loads.
 
@@ -63,7 +63,7 @@ def judge(
 
 
 def method_for(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, prefix: str) -> Method | str | None:
-    """Return what a config means for one layer in vLLM: a method, or why it is refused. None for other engines."""
+    """Return the method that vLLM takes for one layer, or the text of its refusal; None for other engines."""
     if deployment.engine == BUILTIN or is_sglang(deployment.engine):
         return None
     policy = load_policy(choose_engine(deployment.engine).policy)

@@ -7,6 +7,7 @@ from typing import Any
 
 from moeq.schemes.base import QuantKey, Scheme
 
+#: Other names of methods -> name in `_DECLARE`.
 _SPELLINGS = {"gptq_marlin": "gptq", "auto_gptq": "gptq", "awq_marlin": "awq", "auto_awq": "awq", "auto-round": "inc"}
 
 
@@ -26,6 +27,7 @@ def _awq(scheme: Scheme) -> dict[str, Any]:
     return {"quant_method": "awq", "bits": scheme.bits, "group_size": scheme.group_size, "zero_point": zero_point}
 
 
+#: Element type -> format of compressed-tensors where the scheme has none.
 _CT_FORMATS = {"int": "pack-quantized", "float": "mxfp4-pack-quantized"}
 
 
@@ -79,6 +81,7 @@ def _auto_round(scheme: Scheme) -> dict[str, Any]:
     return {**config, "group_size": scheme.group_size, "packing_format": packing}
 
 
+#: Granularity of scales -> Quark's `qscheme`.
 _QUARK_SCOPES = {
     "tensor": "per_tensor",
     "channel": "per_channel",
@@ -117,6 +120,7 @@ def _modelopt(scheme: Scheme) -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": algorithm}
 
 
+#: Method -> function that makes its config.
 _DECLARE: dict[str, Callable[[Scheme], dict[str, Any]]] = {
     "gptq": _gptq,
     "awq": _awq,

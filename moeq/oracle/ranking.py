@@ -1,8 +1,8 @@
 """Ranking of eligible backends by measured times of whole MoE layers. Needs neither torch nor numpy.
 
 `measured_times.json` holds medians of `kernels/bench/peers` on the GPUs that were measured; `tools/measured_times.py`
-writes it from result files. A layer that was not measured gets the time of measured calls that are alike, relative to
-the least time that memory and arithmetic allow. GPUs, formats and backends without times are named, never ranked.
+writes it from result files. For a layer that was not measured, the ratio of measured time to the least time that memory
+and arithmetic allow is taken from similar calls. GPUs, formats and backends without times are named, never ranked.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ DECODE, PREFILL = (1, 8, 32, 128), (512, 4096)
 MIN_LAYERS = 8
 #: Largest factor between a layer's sizes and those of the nearest measured layer.
 MAX_FACTOR = 1.5
-#: Weights of the distance between two calls: logarithms of tokens per expert, weight bytes, intermediate and hidden
-#: size. They have the least leave-one-layer-out error over all tables.
+#: Weights in the distance between two calls of the logarithms of tokens per expert, weight bytes, intermediate size and
+#: hidden size. These weights have the least leave-one-layer-out error over all tables.
 _WEIGHTS = (2.6, 2.4, 1.0, 1.2)
 
 
@@ -118,7 +118,7 @@ class Ranking:
 
 
 def rank(verdict: Verdict, scheme: Scheme, own_layout: str | None) -> Ranking:
-    """Rank the supported backends of a verdict; `own_layout` is what moeq's kernels read in the engine, if they run."""
+    """Rank the supported backends of a verdict; `own_layout` is the layout id for moeq's kernels, if they run."""
     gpu, name = verdict.deployment.gpu.name, measured_format(scheme)
     shape, tp = verdict.shape, verdict.deployment.tp
     layer = Layer(shape.num_experts, shape.top_k, shape.hidden_size, shape.intermediate_size // tp)
@@ -148,7 +148,7 @@ def rank(verdict: Verdict, scheme: Scheme, own_layout: str | None) -> Ranking:
 
 
 def _relative(times: Sequence[Mapping[int, float]], phase: Sequence[int]) -> list[float]:
-    """Return the geometric mean of each backend over some token counts, relative to the least one."""
+    """Return each backend's geometric mean of times over some token counts, relative to the fastest backend's."""
     means = [math.fsum(math.log(own[tokens]) for tokens in phase) / len(phase) for own in times]
     return [round(math.exp(mean - min(means)), 3) for mean in means]
 
@@ -186,7 +186,7 @@ def _reason(verdict: Verdict, scheme: Scheme, name: str | None) -> str:
 
 
 def _outside(layer: Layer) -> str:
-    """Say which size of a layer is far from every measured one; empty if none is."""
+    """Return which size of a layer is far from every measured layer's, in words; empty if none is."""
     for size in ("experts", "hidden", "intermediate"):
         known = sorted(int(getattr(one, size)) for one in measured_layers().values())
         own = int(getattr(layer, size))
@@ -208,7 +208,7 @@ def _notes(scheme: Scheme, shape: MoeShape, name: str) -> tuple[str, ...]:
 
 @cache
 def least_microseconds(rates: Rates, layer: Layer, tokens: int) -> float:
-    """Return the least time of a call: the larger of moving its bytes and its arithmetic, each once."""
+    """Return the least microseconds of a call: the longer of moving every byte once and of its arithmetic."""
     chosen = tokens * layer.top_k
     moved = _weight_bytes(rates, layer, tokens) + 4 * tokens * layer.hidden + rates.middle * chosen * layer.intermediate
     arithmetic = 6 * layer.hidden * layer.intermediate * chosen / rates.operations
@@ -221,7 +221,7 @@ def _weight_bytes(rates: Rates, layer: Layer, tokens: int) -> float:
 
 @cache
 def _place(rates: Rates, layer: Layer, tokens: int) -> tuple[float, ...]:
-    """Return a call's place among others: weighted logarithms."""
+    """Return the coordinates of a call for distances: weighted logarithms of its sizes."""
     per_expert = tokens * layer.top_k / layer.hit(tokens)
     axes = (per_expert, _weight_bytes(rates, layer, tokens), layer.intermediate, layer.hidden)
     return tuple(weight * math.log(axis) for weight, axis in zip(_WEIGHTS, axes, strict=True))

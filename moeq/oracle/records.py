@@ -97,10 +97,10 @@ class CandidateReport:
     monolithic: bool = False  #: whether the kernel does its own routing
     #: Engine's key of the activations that the kernel runs; None for 16-bit activations.
     activation_key: str | None = None
-    #: Whether it computes in the number types of the checkpoint. If the engine selects such a backend, `convert` writes
-    #: for no other backend unless one is requested.
+    #: Whether the kernel computes in the number types of the checkpoint. If the engine selects such a backend,
+    #: `convert` writes for no other backend unless one is requested.
     native: bool = False
-    as_it_is: bool = False  #: whether it reads the bytes of the checkpoint, so that there is nothing to convert
+    as_it_is: bool = False  #: whether the kernel reads the bytes of the checkpoint, so that there is nothing to convert
     #: Id of the layout that its kernel reads if the engine changes numbers when it makes it, or None.
     lossy_layout: str | None = None
 
@@ -124,7 +124,7 @@ class Advisory:
 class Gate:
     """Result of a check outside backend selection."""
 
-    code: str  #: code, `G0` to `G12`
+    code: str  #: code, `G0` to `G13`
     stage: str  #: stage of the engine's start
     passed: bool  #: whether the deployment passes
     text: str  #: facts with their numbers
@@ -268,5 +268,5 @@ class Verdict(Shown):
 
 
 def _distance(unlock: str) -> tuple[bool, int, bool]:
-    """Rank a change by its distance: a mere name first, several changes after one, another device last."""
+    """Return a sort key of a change: a requested backend first, several changes after one, another device last."""
     return ("a device of" in unlock, unlock.count(" and "), not unlock.startswith("--"))

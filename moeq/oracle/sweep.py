@@ -1,4 +1,4 @@
-"""Sweeps: verdicts over GPUs x TP x EP, requirements on them, and their table."""
+"""Sweeps: verdicts over GPUs x TP x EP, checks of required cells, and the table of a sweep."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _REQUIRE = re.compile(r"(?P<gpu>[^/=]+)(?:/tp(?P<tp>\d+))?(?:/ep(?P<ep>\d+))?(?:
 
 
 def required_axes(required: Iterable[str]) -> tuple[list[str], list[int], list[int]]:
-    """Collect the GPUs, tp and ep that required cells name: the default axes of a sweep."""
+    """Return the GPUs, tp and ep that required cells name, which are the default axes of a sweep."""
     found = [match for text in required if (match := _REQUIRE.fullmatch(text.strip()))]
     gpus = dict.fromkeys(match["gpu"] for match in found if match["gpu"].lower() not in ("all", "*"))
     tps = dict.fromkeys(int(match["tp"]) for match in found if match["tp"])
@@ -59,7 +59,7 @@ def required_axes(required: Iterable[str]) -> tuple[list[str], list[int], list[i
 
 
 def unmet(cells: Iterable[Cell], required: Iterable[str]) -> list[str]:
-    """List the faults of required cells: no backend, another backend than the named one, or no conversion.
+    """List the faults of required cells: no backend, a backend other than the named one, or no conversion.
 
     Args:
         required: cells as `GPU[/tpN][/epN][=BACKEND]`; `all` names every GPU.
@@ -104,10 +104,8 @@ def matrix(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     by_key = {(cell.gpu, cell.tp, cell.ep): cell for cell in cells}
     rows = []
     for gpu in dict.fromkeys(cell.gpu for cell in cells):
-        words = [by_key[gpu, tp, ep] for tp, ep in forms]
-        rows.append(
-            [gpu, *(cell.word + ("*" if cell.verdict.advisories and cell.verdict.ok else "") for cell in words)]
-        )
+        row = [by_key[gpu, tp, ep] for tp, ep in forms]
+        rows.append([gpu, *(cell.word + ("*" if cell.verdict.advisories and cell.verdict.ok else "") for cell in row)])
     return columns, rows
 
 

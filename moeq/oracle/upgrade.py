@@ -15,8 +15,8 @@ class VerdictDifference:
     """One fact in which a verdict differs from the verdict of the version before."""
 
     what: str  #: name of the fact: `backend`, `experts`, `layout`, `flag`, `sizes`, `refusal` or `advisories`
-    before: str  #: value in the older version, empty for none
-    after: str  #: value in the newer version
+    before: str  #: value in the older version; empty for none
+    after: str  #: value in the newer version; empty for none
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from moeq.errors import MoeqError
 BUILTIN = "moeq"
 #: Engines with extracted tables.
 ENGINES = ("vllm",)
-#: Releases whose decisions are those of another one: their packages differ in one draft model (`qwen3_dspark.py`).
+#: Release -> release with the same decisions: the packages differ in one draft model only (`qwen3_dspark.py`).
 SAME_DECISIONS = {("vllm", "0.27.0"): "0.27.1"}
 
 
@@ -37,7 +37,7 @@ def versions(engine: str) -> tuple[str, ...]:
 
 
 def engine_names() -> tuple[str, ...]:
-    """List all names of engine versions, `moeq` included."""
+    """List all names of engine versions: `moeq`, and `engine@version` for every version with tables."""
     return (BUILTIN, *(f"{name}@{version}" for name in ENGINES for version in versions(name)))
 
 
@@ -59,10 +59,10 @@ class EngineChoice:
 
 
 def choose_engine(asked: str) -> EngineChoice:
-    """Choose the tables for `vllm@VERSION`, or for `vllm`: the installed version, else the newest known one.
+    """Choose the tables for `vllm@VERSION`; plain `vllm` means the installed version, else the newest known one.
 
-    A version between two known ones gets the older one's tables, and a newer version the newest. A version older than
-    all known ones is refused if it is requested by number.
+    A version between two known ones gets the older one's tables, and a version newer than all gets the newest tables. A
+    version older than all known ones is refused if it is requested by number.
     Raises MoeqError `usage.unknown-engine`, `usage.engine-version`.
     """
     name, _, version = asked.partition("@")

@@ -1,7 +1,7 @@
 """AutoRound's own config: GPTQ or AWQ packing under `packing_format`, exceptions under `extra_config`.
 
-Checked against auto-round 0.16.1. vLLM resolves `extra_config` by exact name, then suffix, then `re.search`; so does
-this reader. Both pass over an entry such as `*self_attn*`, which is no regular expression.
+Checked against auto-round 0.16.1. Like vLLM, this reader resolves `extra_config` by exact name, then by suffix, then by
+`re.search`, and passes over entries such as `*self_attn*`, which are no regular expressions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moeq.foreign import plain
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.patterns import Patterns
 
-#: Data types whose tensors are not packed integers; headers tell them apart.
+#: Data types whose tensors are not packed integers; headers tell their bits and group size.
 _FLOAT_TYPES = ("mx_fp", "nv_fp", "fp", "mx_fp4", "nv_fp4", "mx_fp8", "fp8")
 
 #: Characters that make a name of `extra_config` a pattern.

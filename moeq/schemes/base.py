@@ -1,8 +1,8 @@
-"""The record that says how a checkpoint encodes its weights. No torch.
+"""The record that says how a checkpoint encodes its weights. Imports no torch.
 
-A `Scheme` is what the oracle decides on, so it carries *everything* a kernel may depend on: two checkpoints that
-some kernel has to treat differently never compare equal (vLLM's keys merge group sizes, and int4-in-int8 with
-int8; both have led to wrong picks).
+The oracle decides on a `Scheme`, so it holds *everything* that a kernel may depend on: two checkpoints that some kernel
+has to treat differently never compare equal. vLLM's keys do not tell group sizes apart, nor int4 in int8 from int8,
+which has led to wrong choices of kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moeq.matrix import ELEMENT_BITS
 
 Granularity = Literal["tensor", "channel", "token", "group", "block"]
 
-#: Form of the zero points: absent, stored as they are, or stored minus one (GPTQ v1).
+#: Form of the zero points: absent, stored without an offset, or stored minus one (GPTQ v1).
 ZeroPoint = Literal["none", "stored", "stored-minus-one"]
 
 
@@ -33,13 +33,13 @@ class QuantKey:
     """Type of a quantised tensor, weight or activation."""
 
     dtype: str  #: element type of a value: `int4`, `int8`, `e2m1`, `e4m3`, ... (see `moeq.matrix.ELEMENT_BITS`)
-    storage: str  #: container the elements are stored in: `i32-packed`, `u8-packed`, `i8`, `f8`, ..
+    storage: str  #: container of the stored elements: `i32-packed`, `u8-packed`, `i8`, `f8`, ...
     scale: ScaleKey
     symmetric: bool = True  #: whether there are no zero points
     scale2: ScaleKey | None = None  #: second-level scale (NVFP4's global scale), if any
 
 
-#: Types that configs of several dialects ask activations to be quantised to at run time.
+#: Types of activations at run time that configs of several dialects ask for.
 FP8_STATIC = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1)))
 FP8_PER_TOKEN = QuantKey("e4m3", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
 FP8_PER_GROUP = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
@@ -58,7 +58,7 @@ class Scheme:
     activation: QuantKey | None = None
     packing: str = ""  #: where a code sits in its container (free text of the format, shown to people)
     zero_point: ZeroPoint = "none"
-    act_order: bool = False  #: columns were reordered by activation order (`g_idx` is not `k // group_size`)
+    act_order: bool = False  #: whether columns are reordered by activation size (`g_idx` is not `k // group_size`)
     has_bias: bool = False
     quant_method: str = ""  #: the name under which the config declares it (`gptq`, `compressed-tensors`, ...)
     checkpoint_format: str = ""  #: the format's own variant (`gptq`, `gptq_v2`, `gemm`, `pack-quantized`, ...)

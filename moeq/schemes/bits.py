@@ -35,7 +35,7 @@ def stream_codes(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _straddling_codes(octets: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack widths that do not divide 8: `bits` bytes hold 8 codes."""
+    """Unpack codes of a width that does not divide 8 to uint8 `[..., count]`: `bits` bytes hold 8 codes."""
     import torch
 
     missing = -octets.shape[-1] % bits
@@ -56,12 +56,15 @@ def lane_codes(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def planar_codes(words: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack GPTQModel's planar packing: per 32 codes, bit planes of decreasing width one after another.
+    """Unpack GPTQModel's planar packing: bit planes of decreasing width, one after another for every 32 codes.
 
     Args:
         words: int32 `[..., bits * count / 32]`.
         bits: 3, 5, 6 or 7.
         count: codes per row, a multiple of 32.
+
+    Returns:
+        uint8 `[..., count]`.
     """
     import torch
 
@@ -75,7 +78,7 @@ def planar_codes(words: Tensor, bits: int, count: int) -> Tensor:
     return codes.flatten(-2)[..., :count]
 
 
-#: Widths of the bit planes, lowest first (GPTQModel 7).
+#: Bits of a code -> widths of its bit planes, lowest bits first (GPTQModel 7).
 PLANES: dict[int, tuple[int, ...]] = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
 
 
@@ -96,8 +99,8 @@ def pack_stream(codes: Tensor, bits: int, words: int) -> Tensor:
         lanes = 8 // bits
         missing = words * 4 * lanes - codes.shape[1]
         padded = torch.nn.functional.pad(codes, (0, missing)) if missing else codes
-        whole = padded.is_contiguous() and padded.storage_offset() % 2 == 0 and padded.dtype == torch.uint8
-        if bits == 4 and whole:  # 0x0H0L -> 0xHL
+        aligned = padded.is_contiguous() and padded.storage_offset() % 2 == 0 and padded.dtype == torch.uint8
+        if bits == 4 and aligned:  # two bytes become one: 0x0H0L -> 0xHL
             pairs = _seen_as(padded, torch.int16)
             return _seen_as((pairs | pairs >> 4).to(torch.uint8), torch.int32)
         fields = padded.reshape(padded.shape[0], -1, lanes)
@@ -145,7 +148,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def nibble_codes(octets: Tensor) -> Tensor:
-    """Take two codes out of each byte `[..., B]`, the low nibble first: uint8 `[..., 2 * B]`."""
+    """Unpack two codes from each byte `[..., B]`, the low nibble first: uint8 `[..., 2 * B]`."""
     import torch
 
     octets = octets.view(torch.uint8)

@@ -1,10 +1,10 @@
-"""bitsandbytes: 4-bit codebooks (NF4, FP4) under one scale per block, and LLM.int8.
+"""bitsandbytes: 4-bit codebooks (NF4, FP4) with one scale per block, and LLM.int8.
 
-4 bits, per projection: `weight` U8, two codes per byte, the first in the high half; `weight.absmax` F32 per block of
-`blocksize` codes, counted through all rows; `weight.quant_map` F32 `[16]`; a JSON text of sizes in
-`weight.quant_state.bitsandbytes__nf4` (or `__fp4`). With double quantisation `weight.absmax` is U8, an index into
-`weight.nested_quant_map` under `weight.nested_absmax` per 256, and an offset. Files store `weight` as `[N K / 2, 1]`;
-`moeq.model.missing_sizes` gives it its sizes, `[N, K / 2]`.
+4 bits, per projection: `weight` U8, two codes per byte, the first in the high half; `weight.absmax` F32, one scale per
+block of `blocksize` codes, counted through all rows; `weight.quant_map` F32 `[16]`; a JSON text of sizes in
+`weight.quant_state.bitsandbytes__nf4` (or `__fp4`). With double quantisation, `weight.absmax` is U8. Such a scale is
+`weight.nested_quant_map[absmax]` times one `weight.nested_absmax` per 256 scales, plus an offset. Files store `weight`
+as `[N K / 2, 1]`; `moeq.model.missing_sizes` gives it the shape `[N, K / 2]`.
 
 8 bits: `weight` I8 `[N, K]` and `SCB` F32 `[N]`, the largest magnitude of a row. Checked against bitsandbytes 0.50.
 """
@@ -43,13 +43,13 @@ class FourBitSizes:
     rows: int
     columns: int
     block: int  #: codes per scale
-    dtype: str  #: dtype of the matrix that was quantised, to which the library rounds its numbers
+    dtype: str  #: dtype of the matrix before quantisation, to which the library rounds dequantised numbers
     nested_block: int  #: scales per second-level scale; 0 without them
     offset: float  #: number that is added to a dequantised scale
 
 
 def read_state(raw: bytes, where: str) -> FourBitSizes:
-    """Parse the text of sizes. Raises MoeqError `source.bad-data` for anything but what the library writes."""
+    """Parse the text of sizes. Raises MoeqError `source.bad-data` for a text that the library does not write."""
     try:
         table = json.loads(raw)
         rows, columns = table["shape"]
@@ -66,7 +66,7 @@ def read_state(raw: bytes, where: str) -> FourBitSizes:
 
 
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
-    """Read transformers' `BitsAndBytesConfig`; what is quantised is told by the tensors."""
+    """Read transformers' `BitsAndBytesConfig`; the tensors tell which modules are quantised."""
     fields = Fields(table, origin)
     variant = "nf4" if fields.flag("load_in_4bit", "_load_in_4bit") else "int8"
     declared = Declared(METHOD, variant=fields.text("bnb_4bit_quant_type") or variant, rule=origin)
@@ -74,7 +74,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
 
 
 class BitsAndBytes4(ReadOnlyFormat):
-    """NF4 or FP4: codes of a codebook that no engine's integers hold, read as the library's floats."""
+    """NF4 or FP4: codes of a codebook, which moeq reads as floats because no engine's integer format can hold them."""
 
     id = "bitsandbytes-4bit"
     title = "bitsandbytes NF4 and FP4: codes of a codebook, one scale per block"
@@ -136,7 +136,7 @@ class BitsAndBytes4(ReadOnlyFormat):
 
 
 class BitsAndBytes8(ReadOnlyFormat):
-    """LLM.int8: a byte per weight and the largest magnitude per row, which is 127."""
+    """LLM.int8: one byte per weight, and per row the largest magnitude, which code 127 stands for."""
 
     id = "bitsandbytes-8bit"
     title = "bitsandbytes LLM.int8: one signed byte per weight, one scale per row"

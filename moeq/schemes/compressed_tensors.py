@@ -1,6 +1,6 @@
 """The config of compressed-tensors (llm-compressor, Kimi, Red Hat AI): groups of targets with per-tensor arguments.
 
-Checked against compressed-tensors 0.6 to 0.20. Fields that are null and fields that are absent mean the same.
+Checked against compressed-tensors 0.6 to 0.20. A field that is null counts as absent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from moeq.schemes.base import Granularity, QuantKey, ScaleKey
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.patterns import Patterns
 
-#: Arguments of the named presets that may stand in for a group: bits, type, strategy, group size, symmetric.
+#: Preset that may stand in for a config group -> arguments of its weights.
 _PRESETS: dict[str, dict[str, Any]] = {
     "W8A16": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
     "W4A16": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True},
@@ -29,9 +29,10 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 _DYNAMIC_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+#: Preset -> arguments of its activations, where it quantises integers.
 _PRESET_ACTIVATIONS: dict[str, dict[str, Any]] = {"W8A8": _DYNAMIC_INT8, "INT8": _DYNAMIC_INT8}
 
-#: Strategy names to granularity.
+#: Strategy -> granularity.
 _GRANULARITY: dict[str, Granularity] = {
     "tensor": "tensor",
     "channel": "channel",
@@ -41,7 +42,7 @@ _GRANULARITY: dict[str, Granularity] = {
     "block": "block",
 }
 
-#: Formats whose tensors are sparse: other bytes under similar names.
+#: Formats of sparse tensors, whose bytes differ under similar names.
 _SPARSE = frozenset({"marlin-24", "sparse-24-bitmask", "sparse-bitmask"})
 
 
@@ -59,7 +60,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
         for target, declared in targets:
             if target.names(module):
                 return declared
-        # Class names ("Linear") cannot be told from tensor names; they take what nothing else claims.
+        # Tensor names do not tell a module's class: a group that targets a class ("Linear") takes all other modules.
         return next((declared for target, declared in targets if target.classes), None)
 
     return Declaration(
@@ -106,7 +107,7 @@ def preset_group(name: str, targets: Any) -> dict[str, Any] | None:
 
 
 def _group(name: str, value: Any, fields: Fields) -> tuple[list[str], Declared]:
-    """Read one config group: what it targets and what it declares."""
+    """Return the targets of one config group, and its declaration."""
     where = f"{fields.where}: config_groups[{ascii(name)[:60]}]"
     group = value if isinstance(value, dict) else preset_group(name, value)
     if group is None:

@@ -14,7 +14,7 @@ _NAMES = list[str] | None
 _LEVELS = dict[str, Any] | list[dict[str, Any]] | None
 _ROWS = dict[str, dict[str, Any]] | None
 
-#: Types of containers that rules iterate over, at any depth. Single values are checked by what reads them.
+#: Key at any depth -> type of the container that rules iterate over. Readers check single values themselves.
 _KINDS: dict[str, Any] = {
     "dynamic": dict[str, dict[str, Any] | bool] | None,
     "config_groups": _ROWS,
@@ -59,7 +59,7 @@ class CheckedConfig(dict[str, Any]):
 
 
 def checked(config: Mapping[str, Any]) -> CheckedConfig:
-    """Check the types of everything in a config that rules iterate over; drop null entries.
+    """Return a config with checked types of everything that rules iterate over, and without null entries.
 
     Raises MoeqError `source.bad-config`, with the path of the wrong entry.
     """
@@ -67,7 +67,7 @@ def checked(config: Mapping[str, Any]) -> CheckedConfig:
 
 
 def _table(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check one table of a config, and the tables in it."""
+    """Return one table of a config, checked with the tables in it."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         place = f"{where}.{ascii(name)[1:-1][:80]}"
@@ -88,6 +88,6 @@ def _table(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _group(name: str, group: Any) -> Any:
-    """Return a config group; that of a preset says so, since engines take groups as objects only."""
+    """Return a config group; a group made from a preset has the key `preset`, since engines refuse presets."""
     preset = preset_group(name, group)
     return group if preset is None else {**preset, "preset": name}

@@ -125,10 +125,12 @@ def _input_features(parts: Parts, context: Context, words: int) -> tuple[int, in
 
 
 def _dense(count: int, bits: int) -> int:
+    """Return the int32 words of `count` codes in a dense bit stream."""
     return -(-count * bits // 32)
 
 
 def _lanes(count: int, bits: int) -> int:
+    """Return the int32 words of `count` codes with whole codes in each word."""
     return -(-count // (32 // bits))
 
 
@@ -142,7 +144,7 @@ def _check_zero_shape(parts: Parts, n: int, bits: int, groups: int, context: Con
         context.refuse(f"weight_zero_point is {zero.dtype} {list(zero.shape)}, expected {expected}")
 
 
-#: Last version that stored whole codes per word.
+#: Last version of compressed-tensors, major and minor, that stored whole codes in each word.
 _LAST_LANES = (0, 17)
 
 
@@ -155,13 +157,13 @@ def _row_codes(words: Tensor, bits: int, count: int, writer: str | None) -> Tens
 
 
 def _row_words(codes: Tensor, bits: int, words: int) -> Tensor:
-    """Pack rows, the inverse of `_row_codes`: dense or whole codes per word, whichever has `words` words."""
+    """Pack rows, the inverse of `_row_codes`: as a dense stream if that fills `words`, else whole codes per word."""
     dense = words == _dense(codes.shape[1], bits)
     return pack_stream(codes, bits, words) if dense else pack_lanes(codes, bits, words)
 
 
 def _version(writer: str | None) -> tuple[int, ...]:
-    """Return major and minor version of compressed-tensors as the config says it; the newest where it does not."""
+    """Return major and minor version of compressed-tensors from the config, or a number above all if it has none."""
     from packaging.version import InvalidVersion, Version
 
     try:
@@ -171,7 +173,7 @@ def _version(writer: str | None) -> tuple[int, ...]:
 
 
 def _zeros(stored: Tensor, spec: MatrixSpec, writer: str | None) -> Tensor:
-    """Return unsigned zero points `[N, G]`: packed ones are offset binary along `N`, unpacked ones are signed."""
+    """Return unsigned zero points `[N, G]` from packed ones (offset binary along `N`) or from signed bytes."""
     import torch
 
     if stored.dtype == torch.int32:

@@ -1,4 +1,4 @@
-"""The declarations of a quantisation config about a module, in any dialect. No torch.
+"""The declarations of a quantisation config about a module, in any dialect. Imports no torch.
 
 Headers decide what is quantised; the config decides what headers cannot tell (symmetry, zero-point convention,
 act-order, activation quantisation) and is checked against them.
@@ -30,7 +30,7 @@ class Declared:
     strategy: str | None = None
     block: tuple[int, int] | None = None  #: rows and columns of weights that share a scale, where declared
     activation: QuantKey | None = None  #: type to which activations are to be quantised
-    writer: str | None = None
+    writer: str | None = None  #: name and version of the tool that wrote the checkpoint, where the config has them
     rule: str = "quantization_config"  #: config entry that decided, for messages
 
     def overridden(self, **fields: Any) -> Declared:
@@ -45,7 +45,7 @@ class Declaration:
     method: str
     origin: str  #: file and key it was found under
     default: Declared | None  #: declaration where no rule says otherwise; None where nothing is quantised by default
-    #: Module name to its declaration, None where the config leaves the module unquantised.
+    #: Returns the declaration of a module by its name, or None if the config leaves the module unquantised.
     resolve: Callable[[str], Declared | None]
     per_expert: bool = False  #: whether rules may single out experts, so that each has to be looked up
     #: Reason why nothing declared this way can be converted (rotations, sparsity, ...), or None.
@@ -115,7 +115,7 @@ class Fields:
         return None
 
     def refuse(self, key: str, value: object, expected: str) -> MoeqError:
-        """Return the error for a value of the wrong kind."""
+        """Return the MoeqError `source.bad-config` for a value that is not as expected."""
         return MoeqError("source.bad-config", f"{self.where}: {key} is {ascii(value)[:80]}, {expected}")
 
     def _present(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -145,7 +145,7 @@ def names_module(entry: str, module: str) -> bool:
 def declared_unless(
     fields: Fields, skipped: Sequence[str], declared: Declared, experts: Declared | None = None
 ) -> Declaration:
-    """Declare the same for all modules except `skipped` ones, and `experts` for experts if the config has that."""
+    """Return a config that declares nothing for `skipped`, `experts` (if given) for experts, and `declared` otherwise."""
 
     def resolve(module: str) -> Declared | None:
         if any(names_module(entry, module) for entry in skipped):

@@ -1,4 +1,4 @@
-"""The one definition of what codes, scales and zero points mean: from a logical matrix to numbers."""
+"""Dequantisation: the one definition of the numbers that codes, scales and zero points of a matrix stand for."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 def dequantize(matrix: QuantizedMatrix) -> Tensor:
     """Compute the exact product `scale * (code - zero)`, rounded once: float32 `[N, K]`.
 
-    Up to a second-level scale every product fits float32 exactly (11 scale bits times 8 code bits) except for float32
-    scales, where the single rounding is float32's own; with a second-level scale it is done in float64.
+    With 16-bit scales, every product fits float32 exactly (11 scale bits times 8 code bits). With float32 scales, the
+    product is rounded once. With a second-level scale, the product is computed in float64 and rounded to float32.
     """
     import torch
 
@@ -33,7 +33,7 @@ def dequantize(matrix: QuantizedMatrix) -> Tensor:
 
 
 def code_values(matrix: QuantizedMatrix) -> Tensor:
-    """Return codes as numbers, float32 `[N, K]`; integers relative to the symmetric zero unless zeros are stored."""
+    """Return codes as numbers, float32 `[N, K]`; integers without stored zeros are relative to the symmetric zero."""
     import torch
 
     spec = matrix.spec
@@ -64,7 +64,7 @@ def e8m0_values(exponents: Tensor) -> Tensor:
 
 
 def _per_column(matrix: QuantizedMatrix, per_group: Tensor) -> Tensor:
-    """Spread `[N, G]` over the columns: `[N, K]`."""
+    """Return values per group, `[N, G]`, for every column: `[N, K]`."""
     spec = matrix.spec
     if matrix.group_index is not None:
         return per_group[:, matrix.group_index.long()]

@@ -1,7 +1,7 @@
 """Formats that are recognised by their tensors and named, but not read.
 
-E4M3FNUZ is one of them: gfx942 computes in it, but engines read E4M3 files there too and convert at load (see
-`aiter_fp8.py` among the layouts); no writer of served checkpoints is known to store it.
+E4M3FNUZ is one of them. gfx942 computes in it, but engines read E4M3 files on gfx942, too, and convert them at load
+(see `aiter_fp8.py` among the layouts). No writer of served checkpoints is known to store it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DTYPES: dict[str, str] = {
 
 
 def foreign_name(parts: Parts) -> str | None:
-    """Name of the foreign format that the parts give away, or None."""
+    """Return the name of the foreign format whose signs the parts have, or None."""
     weight = parts.get("weight")
     if weight is not None and weight.dtype in _DTYPES:
         return _DTYPES[weight.dtype]

@@ -1,8 +1,8 @@
 """GGUF: blocks of llama.cpp's types, rows of whole blocks, as `moeq.gguf` presents them.
 
 A projection is one tensor U8 `[N, bytes of a row]` whose part names the type (`gguf_q4_0`). MXFP4, NVFP4, Q4_0, Q5_0,
-Q8_0 and IQ4_NL are codes under scales; Q5_0 and IQ4_NL are read as int8, which holds their numbers. Every other type
-is read as the floats that llama.cpp computes. Checked against `gguf.quants` 0.19.
+Q8_0 and IQ4_NL are read as codes with scales; Q5_0 and IQ4_NL become int8, which holds their numbers exactly. Every
+other type is read as the floats that llama.cpp computes. Checked against `gguf.quants` 0.19.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def dequantized(kind: str, rows: Tensor) -> Tensor:
 
 
 def _coded(kind: str) -> CodedType | None:
-    """Return how a type is codes under scales; None for numbers of their own."""
+    """Return the description of a type that is read as codes with scales; None for types that are read as floats."""
     return CODED.get(kind) or WIDENED.get(kind)
 
 
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
-    """Read what `moeq.gguf` says of a file; `refusal` is why it cannot be written in another format.
+    """Read the config that `moeq.gguf` makes for a file; its `refusal` says why the file cannot be rewritten.
 
-    Other checkpoints that name this method hold nothing that it describes.
+    A config without `experts` belongs to another checkpoint that names this method, which moeq does not read.
     """
     declared = Declared(METHOD, rule=origin)
     refusal = table.get("refusal") if "experts" in table else "quantised with gguf (GGUF weights)"

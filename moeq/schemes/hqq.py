@@ -1,11 +1,13 @@
-"""HQQ: codes of 1 to 8 bits under scales and zero points that are floats, grouped along either axis.
+"""HQQ: codes of 1 to 8 bits with scales and zero points that are floats, grouped along either axis.
 
 Per projection, as `HQQLinear.state_dict` writes it: `W_q`, `scale`, `zero`, and a small tensor per setting. The matrix
-`[N, K]` is reshaped to `[N K / group, group]` (axis 1) or `[group, N K / group]` (axis 0); its rows are cut into as
-many runs as codes fit a byte (ten of 3 bits an int32), the first in the highest bits. `W_q` may be stored as floats.
+`[N, K]` is reshaped to `[N K / group, group]` (axis 1) or `[group, N K / group]` (axis 0). Its rows are cut into as
+many runs as codes fit into a byte (or ten 3-bit codes into an int32); the first run is in the highest bits. The bytes
+of `W_q` may be stored as floats.
 A value is `(code - zero) * scale`, rounded after each step to the dtype of the scales.
 
-`moeq.model.missing_sizes` adds `hqq_sizes`, a tensor without bytes whose shape has the sizes. Checked with hqq 0.2.8.
+`moeq.model.missing_sizes` adds `hqq_sizes`, a tensor without bytes whose shape is 0 and the sizes. Checked with hqq
+0.2.8.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ if TYPE_CHECKING:
 
 METHOD = "hqq"
 
-#: Part that `moeq.model.missing_sizes` adds.
+#: Part that `moeq.model.missing_sizes` adds; its shape is 0, then the fields of `HqqSizes`.
 SIZES = "hqq_sizes"
 
-#: Bits of a code, by the name that the library gives the packing.
+#: Library's name of a packing -> bits of a code.
 PACKINGS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
 
-#: Largest number of features that is believed.
+#: Most features of a matrix, above which sizes are refused.
 MAX_FEATURES = 1 << 24
 
 
@@ -51,7 +53,7 @@ class HqqSizes(NamedTuple):
 
     @property
     def codes_per_element(self) -> int:
-        """Codes in a byte, or in an int32 of 3-bit codes."""
+        """Number of codes in a byte, or of 3-bit codes in an int32."""
         return 10 if self.bits == 3 else 8 // self.bits
 
     @property
@@ -67,7 +69,7 @@ class HqqSizes(NamedTuple):
         return (rows, 1) if self.axis == 1 else (1, columns)
 
     def problem(self) -> str | None:
-        """Say why the library does not write such a matrix, or return None."""
+        """Return why the library does not write such a matrix, or None."""
         numbers = self.rows * self.columns
         if not all(0 < size <= MAX_FEATURES for size in (self.rows, self.columns)) or self.axis not in (0, 1):
             return f"{self.rows} x {self.columns} with groups along axis {self.axis}"
@@ -150,7 +152,7 @@ def _sizes(shape: tuple[int, ...]) -> HqqSizes:
 
 
 def _check_codes(parts: Parts, sizes: HqqSizes, context: Context) -> None:
-    """Refuse packed codes of another size, as integers or as floats of as many bytes."""
+    """Refuse packed codes unless they have the expected bytes, stored as integers or as floats."""
     codes = parts["W_q"]
     stored = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}.get(codes.dtype)
     as_floats = codes.dtype not in ("U8", "I32")

@@ -2,9 +2,9 @@
 
 One projection of one expert is, for each node `i`, `numa.i.weight` I8 and `numa.i.scale` F32. Gate and up are cut into
 runs of rows, down into runs of columns, so that down has a scale per row and node. A run `[rows, K]` of bytes is stored
-by blocks of rows, blocks of columns, 32 rows, 64 bytes; there 16 rows are 16 x 16 words of 32 bits, transposed. int4: a
-byte has column `c` in its low half and `c + 64` in its high half, as two's complement. A value is `code * scale`, and
-`16 * code * scale` of int4, since kernels shift codes into the high half.
+by blocks of rows, then blocks of columns, then steps of 32 rows and 64 bytes; within a step, 16 rows are 16 x 16 words
+of 32 bits, transposed. An int4 byte has column `c` in its low half and `c + 64` in its high half, as two's complement.
+An int8 value is `code * scale`, an int4 value `16 * code * scale`, since kernels shift codes into the high half.
 
 Transcribed from kt-kernel 0.7.2, `operators/amx/la` (`BufferBInt4Impl`, `GemmKernel224Int8::BufferB`) and
 `scripts/convert_cpu_weights.py`; compared with that C++, compiled with emulated AVX-512.
@@ -25,10 +25,10 @@ from moeq.spelling import option
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Most NUMA nodes.
+#: Most NUMA nodes that a file is cut for.
 MAX_NODES = 8
 
-#: Rows of a step, and bytes of a row of it.
+#: Rows of a step, and bytes of each row in a step.
 _ROWS, _BYTES = 32, 64
 
 
@@ -49,7 +49,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
 
 
 class KtAmx(Format):
-    """Base of both widths."""
+    """Base of the int4 and int8 formats."""
 
     bits: ClassVar[int]  #: bits of a code
     step: ClassVar[int]  #: value of a code of 1 under a scale of 1
@@ -118,7 +118,7 @@ class KtAmx(Format):
         return self._tiled(octets).view(torch.int8)
 
     def _tiled(self, octets: Tensor) -> Tensor:
-        """Put bytes `[rows, bytes of a row]` into the order of tiles."""
+        """Return bytes `[rows, bytes of a row]` in the order of tiles, as one axis."""
         import torch
 
         pieces = [
@@ -129,7 +129,7 @@ class KtAmx(Format):
         return torch.cat(pieces)
 
     def _rows_of(self, stored: Tensor, rows: int, columns: int) -> Tensor:
-        """Put tiles back into bytes `[rows, bytes of a row]`."""
+        """Return the bytes of stored tiles as `[rows, bytes of a row]`."""
         import torch
 
         octets = torch.empty(rows, columns * self.bits // 8, dtype=torch.uint8)
@@ -182,10 +182,11 @@ class KtAmxInt8(KtAmx):
 
 
 def quantized(values: Tensor, spec: MatrixSpec) -> QuantizedMatrix:
-    """Quantise as ktransformers does: to bfloat16, then to int8 under the largest magnitude of a row (of a node).
+    """Quantise as ktransformers does: round to bfloat16, then to int8 with one scale per row (of each node).
 
-    int4 keeps the high half of an int8 code, rounded half away from zero, under a range of 112. Rows whose scale has
-    no finite inverse (magnitudes below 1e-36) become zeros; the library writes -128 there, whatever the value.
+    The largest magnitude of a row becomes code 127, or 112 for int4, which keeps the high half of an int8 code, rounded
+    half away from zero. Rows whose scale has no finite inverse (magnitudes below 1e-36) become zeros; the library
+    writes -128 there, whatever the value.
 
     Args:
         values: float32 `[N, K]`.

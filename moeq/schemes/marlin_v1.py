@@ -1,7 +1,7 @@
 """Marlin v1 as a checkpoint format (AutoGPTQ `is_marlin_format`, AutoAWQ `marlin`): symmetric int4 in tiles.
 
-Tensors: `qweight` (or `B`) I32 `[K / 16, 2 * N]`, `scales` (or `s`) F16 `[G, N]`, group size -1 or 128. Recognised and
-read; the layout is one kernel's and is not converted. Checked against AutoAWQ 0.2.9.
+Tensors: `qweight` (or `B`) I32 `[K / 16, 2 * N]`, `scales` (or `s`) F16 `[G, N]`, group size -1 or 128. moeq reads the
+format and does not convert it, since it is one kernel's layout already. Checked against AutoAWQ 0.2.9.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MarlinV1(ReadOnlyFormat):
 
 
 def _weight_order() -> list[int]:
-    """Return where each entry of a permuted run of 1024 comes from: entry `order[i]` of the tile list."""
+    """Return the place of every stored code: code `i` of a run of 1024 is entry `order[i]` of a list of four tiles."""
     order: list[int] = []
     for lane in range(32):
         first = [
@@ -76,6 +76,7 @@ def _weight_order() -> list[int]:
 
 
 def _scale_order(*, grouped: bool) -> list[int]:
+    """Return the place of every stored scale: scale `i` of a run belongs to column `order[i]` of the run."""
     if grouped:
         return [lane + 8 * step for lane in range(8) for step in range(8)]
     return [2 * lane + step for lane in range(4) for step in (0, 1, 8, 9, 16, 17, 24, 25)]

@@ -1,8 +1,8 @@
-"""NVIDIA ModelOpt 0.47: its config in either of its two shapes (one algorithm, or one per module), and its int4 format.
+"""NVIDIA ModelOpt 0.47: its config in either of its two forms (one algorithm, or one per module), and its int4 format.
 
-int4 (W4A16_AWQ, W4A8_AWQ) is described and read, not converted: `weight` U8 `[N / 2, K]`, two's complement (low nibble
-row `2 r`, high nibble row `2 r + 1`), `weight_scale` `[N, K / g]`, `pre_quant_scale` `[K]`, which divides the
-activations' channels before the product.
+int4 (W4A16_AWQ, W4A8_AWQ) is described and read, not converted. `weight` U8 `[N / 2, K]` has two's complement codes,
+row `2 r` in the low nibble and row `2 r + 1` in the high nibble; `weight_scale` is `[N, K / g]`. `pre_quant_scale`
+`[K]` divides the activations' channels before the product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Activations that an algorithm quantises; weight-only algorithms are absent.
+#: Algorithm -> type of the activations that it quantises; weight-only algorithms are absent.
 _ACTIVATIONS = {
     "fp8": FP8_STATIC,
     "fp8_per_channel_per_token": FP8_PER_TOKEN,
@@ -36,7 +36,7 @@ _ACTIVATIONS = {
 
 
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
-    """Read either shape of a ModelOpt config."""
+    """Read a ModelOpt config, with one algorithm or with one per module."""
     nested = table.get("quantization")
     fields = Fields(nested if isinstance(nested, dict) else table, origin)
     producer = Fields(Fields(table, origin).table_of("producer"), f"{origin}: producer")
@@ -74,7 +74,7 @@ def _declared(algorithm: str, writer: str, rule: str) -> Declared:
 
 
 def _of_module(module: str, layers: Mapping[str, Any], writer: str, origin: str) -> Declared | None:
-    """Return the entry of a module or of the nearest container that has one (`layers.3.ffn.experts`)."""
+    """Return the declaration of a module or of the nearest enclosing module that has one (`layers.3.ffn.experts`)."""
     name = module
     while name:
         entry = layers.get(name)

@@ -1,4 +1,4 @@
-"""FP4 codes (E2M1) with one exponent byte (E8M0) per 32 of them, in three spellings.
+"""FP4 codes (E2M1) with one exponent byte (E8M0) per 32 codes, in three forms.
 
 gpt-oss stores fused blocks of 16 bytes. Per expert and projection: `blocks` U8 `[N, K / 32, 16]`, `scales` U8
 `[N, K / 32]`, `bias` BF16 `[N]`. Byte `i` of block `j` holds codes `32 j + 2 i` (low nibble) and `32 j + 2 i + 1`.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def fp4_spec(parts: Parts, context: Context, weight: str, scale: str, group: int, scale_dtype: str) -> MatrixSpec:
-    """Return the spec of `weight` `[N, K / 2]` bytes under `scale` `[N, K / group]`."""
+    """Return the spec of the parts named `weight` (`[N, K / 2]` bytes) and `scale` (`[N, K / group]`)."""
     n, octets = parts[weight].shape
     k = octets * 2
     found = parts[scale].shape
@@ -38,7 +38,7 @@ def fp4_spec(parts: Parts, context: Context, weight: str, scale: str, group: int
 
 
 class _Mxfp4(Format):
-    """Base of the spellings, which differ in names and shapes of parts."""
+    """Base of the three forms, which differ in names and shapes of parts."""
 
     fast_view = FastView()
     bijective = ("codes", "scale")

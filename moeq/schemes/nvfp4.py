@@ -1,13 +1,13 @@
 """NVFP4: E2M1 codes, one E4M3 scale per 16 of them, one float32 scale per tensor.
 
 Tensors: compressed-tensors `weight_packed` U8 `[N, K / 2]`, `weight_scale` F8_E4M3 `[N, K / 16]`,
-`weight_global_scale` F32 (a divisor); ModelOpt `weight`, `weight_scale`, `weight_scale_2` F32 (a multiplier, its
-reciprocal). `input_global_scale` and `input_scale` are for 4-bit activations (W4A4); weight-only files lack them.
+`weight_global_scale` F32, which divides; ModelOpt `weight`, `weight_scale`, `weight_scale_2` F32, which multiplies and
+is the reciprocal. `input_global_scale` and `input_scale` are for 4-bit activations; weight-only files lack them.
 Checked against compressed-tensors 0.17 to 0.20 and nvidia-modelopt 0.47.
 
-ModelOpt transposes the stacked experts of Llama 4, which that model multiplies from the left, quantises them, and
-transposes codes and scales back: `weight` U8 `[K / 2, N]` with the two codes of a byte along K, `weight_scale`
-`[K / 16, N]` (`maybe_transpose_expert_weight_dimensions`; `Llama4Model.load_weights` in vLLM transposes both again).
+Llama 4 stores its stacked experts transposed. ModelOpt transposes them, quantises, and transposes codes and scales
+back: `weight` U8 `[K / 2, N]` with the two codes of a byte along K, `weight_scale` `[K / 16, N]`
+(`maybe_transpose_expert_weight_dimensions`; `Llama4Model.load_weights` in vLLM transposes both again).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Places of codes in the two forms, for people; a scheme keeps one of them as `packing`.
+#: Descriptions of plain and of transposed matrices; a scheme has one of them as its `packing`.
 _BY_ROWS = "two codes per byte along K, low nibble first"
 _BY_COLUMNS = "two codes per byte along K, low nibble first, rows and columns exchanged"
 
 
 class Nvfp4(Format):
-    """NVFP4 weights, compressed-tensors or ModelOpt spelling."""
+    """NVFP4 weights with the part names of compressed-tensors or of ModelOpt."""
 
     id = "nvfp4"
     title = "NVFP4: E2M1 codes, E4M3 scales per 16, float32 scale per tensor"
@@ -99,7 +99,7 @@ class Nvfp4(Format):
         return stored.reshape(sig.shape)
 
     def _is_transposed(self, parts: Parts) -> bool:
-        """Return whether matrices are transposed: one scale per 8 bytes goes along one axis only."""
+        """Return whether matrices are stored transposed: then one scale per 8 bytes lies along the first axis."""
         weight, scale = parts[self.name_of("codes", parts)].shape, parts["weight_scale"].shape
         return scale == (weight[0] // 8, weight[1])
 
@@ -108,7 +108,7 @@ class Nvfp4(Format):
         return None if scheme.packing == _BY_COLUMNS else self.fast_view
 
     def is_bijective(self, part: str, spec: MatrixSpec) -> bool:
-        # A divisor is not: several may have one float32 reciprocal.
+        # A stored divisor is not determined: several float32 divisors may have the same reciprocal.
         return super().is_bijective(part, spec) or part == "weight_scale_2"
 
 
@@ -123,6 +123,7 @@ def _transposed(matrix: Tensor) -> Tensor:
     return matrix.view(torch.uint8).t().contiguous().view(matrix.dtype)
 
 
+#: Parts that hold the second-level scale.
 _GLOBAL = ("weight_global_scale", "weight_scale_2")
 
 
@@ -137,10 +138,10 @@ def _multiplier(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def divisor_of(multiplier: float) -> float:
-    """Return what compressed-tensors stores of a float32 scale: a float32 number that readers divide 1 by.
+    """Return the float32 divisor that compressed-tensors stores for a multiplier; readers compute 1 / divisor.
 
-    Of the numbers next to the reciprocal, the first whose float32 reciprocal is the multiplier again; not every
-    multiplier has one.
+    The result is the first of the reciprocal and its two neighbours whose own float32 reciprocal is the multiplier, or
+    the reciprocal if there is none.
     """
     import numpy as np
 

@@ -18,13 +18,13 @@ from moeq.errors import MoeqError
 #: Seconds that all rules of a checkpoint together may spend on matching names.
 _BUDGET_SECONDS = 5.0
 
-#: Steps that one match may take in the worst case (a few tenths of a second).
+#: Most steps that one match may take in the worst case (a few tenths of a second).
 _MAX_STEPS = 20_000_000
 
 #: Longest pattern, in characters.
 _MAX_PATTERN = 4096
 
-#: An unbounded or ranged repeat, and an optional item; not those that are escaped, lazy marks or group syntax.
+#: Unbounded or ranged repeats, and optional items, unless the character is escaped, a lazy mark or group syntax.
 _REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,\d*\})")
 _OPTIONAL = re.compile(r"(?<![\\*+?}(])\?")
 
@@ -44,7 +44,7 @@ class Patterns:
         """Compile a pattern within bounds. Raises MoeqError `source.bad-pattern` naming it."""
         if len(text) > _MAX_PATTERN or any(_AMBIGUOUS.search(group) for group in _repeated_groups(text)):
             self._unbounded(text)
-        # Repeats at the very end take what is left and never back off.
+        # Repeats at the very end take the rest of the name and never backtrack.
         inner = re.sub(r"(?:\.[*+])+\$?$", "", text)
         self._ways[text] = (len(_REPEAT.findall(inner)), len(_OPTIONAL.findall(inner)))
         try:

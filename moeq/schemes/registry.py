@@ -1,4 +1,4 @@
-"""Formats and config dialects by name. Importing this imports no format."""
+"""Formats and config dialects by name. Importing this module imports no format."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ DIALECTS: dict[str, str] = {
 
 @cache
 def get_format(format_id: str) -> Format:
-    """Return the format of that id. Raises MoeqError `usage.unknown-format`."""
+    """Return the format with an id. Raises MoeqError `usage.unknown-format`."""
     if format_id not in FORMATS:
         known = ", ".join(FORMATS)
         raise MoeqError("usage.unknown-format", f"no format is called '{format_id}'", f"known formats: {known}")
@@ -77,7 +77,7 @@ def get_format(format_id: str) -> Format:
 
 
 def match_format(parts: Parts, declared: Declared | None) -> Format | None:
-    """Return the first format whose headers the parts have, or None."""
+    """Return the first format that matches the headers of the parts, or None."""
     for format_id in FORMATS:
         candidate = get_format(format_id)
         if candidate.matches(parts, declared):

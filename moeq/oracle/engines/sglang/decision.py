@@ -1,4 +1,4 @@
-"""Decisions of SGLang 0.5.23 on CUDA: the method in force, its class, and the runner. Floats are in `floats.py`.
+"""Decisions of SGLang 0.5.23 on CUDA: the method in force, its class, and the runner; `floats.py` decides for floats.
 
 Source: SGLang 0.5.23, `configs/model_config.py` (which method is in force), `layers/quantization` (readers, schemes,
 weight creation) and `layers/moe/moe_runner`.
@@ -14,16 +14,16 @@ from moeq.oracle.engines.sglang import floats
 from moeq.oracle.engines.sglang.layer import Config, Refused, SglangChoice, SglangLayer, unquantised, value
 from moeq.spelling import option
 
-#: Version whose code this follows.
+#: Version whose code these decisions follow.
 VERSION = "0.5.23"
-#: Values of `--moe-runner-backend` that some checkpoint accepts: of integers, and of FP8, MXFP4 or W4AFP8.
+#: Values of `--moe-runner-backend` that some checkpoint of integers accepts, and those that some of floats accepts.
 RUNNERS = ("auto", "triton", "marlin", "cutlass", "deep_gemm", "flashinfer_trtllm", "triton_kernel")
 FLOAT_RUNNERS = (
     *("auto", "triton", "triton_kernel", "marlin", "cutlass", "deep_gemm", "flashinfer_trtllm"),
     *("flashinfer_trtllm_routed", "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_mxfp4"),
 )
 _MARLIN_GROUPS = (-1, 32, 64, 128)
-#: Methods that a user may name although the checkpoint declares another one.
+#: Method that a user may name -> declared methods that it may stand in for.
 _COMPATIBLE = {
     "w8a8_int8": ("compressed-tensors",),
     "w8a8_fp8": ("compressed-tensors",),
@@ -62,7 +62,7 @@ def method_in_force(config: Config, layer: SglangLayer) -> str:
     declared, asked = str(config.get("quant_method", "modelopt")).lower(), layer.quantization
     if asked == "modelopt" and str(config.get("quant_algo", "")).upper() in floats.MODELOPT:
         return floats.MODELOPT[str(config["quant_algo"]).upper()]
-    if declared in ("modelopt_fp8", "modelopt_fp4"):  # whatever the user names, but for methods that quantise again
+    if declared in ("modelopt_fp8", "modelopt_fp4"):  # these hold whatever the user names, unless that quantises again
         return declared
     for name, (words, can) in _TAKES_OVER.items():
         if asked in words and can(config, layer):
@@ -92,7 +92,7 @@ def _positive_groups(group: int) -> None:
 
 
 def _wna16(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """Read for MoeWNA16: groups are halved until they divide both sizes."""
+    """Return MoeWNA16's choice, which halves groups until they divide both sizes."""
     value(config, "quant_method")
     value(config, "bits")
     group = value(config, "group_size")
@@ -123,7 +123,7 @@ def _gptq(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
 
 
 def _awq(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """Read AWQ for Marlin, or for MoeWNA16 if Marlin refuses the layer."""
+    """Return the choice for AWQ: Marlin, or MoeWNA16 if Marlin refuses the layer."""
     if _skipped(config, layer):
         return unquantised(name, layer)
     group = config["group_size"]
@@ -136,7 +136,7 @@ def _awq(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
 
 
 def _plain_awq(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """Read AWQ without Marlin: experts are made unquantised, so that their packed weights have no place."""
+    """Return the choice for AWQ without Marlin: unquantised experts, in which the packed weights have no place."""
     bits = value(config, "w_bit", "bits")
     value(config, "q_group_size", "group_size")
     value(config, "zero_point")
@@ -175,7 +175,7 @@ def _triton_reads(weights: Config) -> bool:
 
 
 def _ct(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """Read compressed-tensors integers with 16-bit activations; 8-bit activations have no experts on CUDA."""
+    """Return the choice for compressed-tensors; integers with 8-bit activations have no experts on CUDA."""
     if _ignored(config, layer.prefix):
         return unquantised(name, layer)
     (group,) = config["config_groups"].values()
@@ -238,7 +238,7 @@ _READERS: dict[str, Callable[[Config, SglangLayer, str], SglangChoice]] = {
 
 
 def decide_sglang(config: Config, layer: SglangLayer) -> SglangChoice:
-    """Decide for a checkpoint's `quantization_config`.
+    """Return the method and runner that SGLang chooses for a checkpoint's `quantization_config`.
 
     Raises Refused if the engine stops, with the stage and the type of its error.
     """

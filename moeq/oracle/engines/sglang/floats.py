@@ -13,11 +13,11 @@ from typing import Any
 from moeq.oracle.engines.sglang.layer import Config, Refused, SglangChoice, SglangLayer, unquantised, value
 from moeq.spelling import option
 
-#: Runners of which the FP8 method makes an object.
+#: Runners for which the FP8 method builds a runner object.
 _FP8_RUNNERS = ("triton", "deep_gemm", "flashinfer_trtllm", "flashinfer_trtllm_routed")
 #: Runners that the FP8 method replaces by Triton's, which has no kernel under their names.
 _FP8_BY_TRITON = ("auto", "flashinfer_cutlass", "flashinfer_cutedsl")
-#: Runners that experts keep which FP8 and ModelOpt configs leave unquantised.
+#: Runners that unquantised experts keep under FP8 configs, and under ModelOpt configs.
 _FP8_UNQUANTISED = ("triton_kernel", "flashinfer_trtllm", "flashinfer_trtllm_routed", "flashinfer_cutlass")
 _MODELOPT_UNQUANTISED = (*_FP8_UNQUANTISED, "deep_gemm")
 _MXFP4_RUNNERS = ("triton", "triton_kernel", "marlin", "deep_gemm")
@@ -25,7 +25,7 @@ _NO_KERNEL = "--moe-runner-backend auto"
 
 
 def fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """Read FP8 with scales per tensor or block, and MXFP8, which is FP8 in blocks of 1 x 32."""
+    """Return the choice for FP8 with scales per tensor or block, and for MXFP8, which is FP8 in blocks of 1 x 32."""
     scheme = value(config, "activation_scheme")
     block = [1, 32] if name == "mxfp8" else config.get("weight_block_size")
     if scheme not in ("dynamic", "static"):
@@ -46,7 +46,7 @@ def fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
 
 
 def _skipped(entries: Any, prefix: str) -> bool:
-    """Tell whether a list of module names skips the experts: whole parts of the path, or the experts' module."""
+    """Tell whether a list of module names skips the experts, by whole parts of their path or by their module."""
     bare = [entry.removeprefix("model.") for entry in entries or ()]
     names = [*bare, *(f"model.{name}" for name in bare)]
     whole = any(f".{name.rstrip('.')}." in f".{prefix}." for name in names)
@@ -80,12 +80,12 @@ def _check_activation(layer: SglangLayer) -> None:
 
 
 def w8a8_fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """Read compressed-tensors FP8 for `--quantization w8a8_fp8`, which always runs Triton."""
+    """Return the choice for compressed-tensors FP8 with `--quantization w8a8_fp8`, which always runs Triton."""
     return SglangChoice(name, "W8A8FP8MoEMethod", "triton")
 
 
 def compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layer: SglangLayer) -> SglangChoice:
-    """Choose for compressed-tensors FP8: scales per tensor, channel and token, or block."""
+    """Return the choice for compressed-tensors FP8 with scales per tensor, per channel and token, or per block."""
     strategy = weights["strategy"]
     if inputs is None or not weights.get("symmetric", True) or strategy not in ("tensor", "channel", "block"):
         raise Refused("layer", "RuntimeError", f"FP8 per {strategy} with these activations has no scheme for experts")
@@ -105,7 +105,7 @@ def compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None,
 
 
 def compressed_nvfp4(inputs: Mapping[str, Any] | None, layer: SglangLayer) -> SglangChoice:
-    """Choose for compressed-tensors NVFP4: FlashInfer's kernels on Blackwell, Marlin (weight-only) elsewhere."""
+    """Return the choice for compressed-tensors NVFP4: FlashInfer on Blackwell, Marlin (weight-only) elsewhere."""
     if inputs is None or layer.capability < (10, 0):
         return SglangChoice("compressed-tensors", "CompressedTensorsW4A16Nvfp4MoE", "marlin")
     runner = "flashinfer_trtllm" if layer.runner == "flashinfer_trtllm" else "flashinfer_cutlass"
@@ -113,7 +113,7 @@ def compressed_nvfp4(inputs: Mapping[str, Any] | None, layer: SglangLayer) -> Sg
 
 
 def mxfp4(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """Choose for MXFP4. FlashInfer's runner has a kernel of its own on SM90, SM10x and SM12x."""
+    """Return the choice for MXFP4. FlashInfer's runner has kernels on SM90, SM10x and SM12x only."""
     runner = "triton" if layer.runner == "auto" else layer.runner
     flashinfer = runner == "flashinfer_mxfp4" and layer.capability[0] in (9, 10, 12)
     if runner not in _MXFP4_RUNNERS and not flashinfer:
@@ -123,7 +123,7 @@ def mxfp4(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
 
 
 def w4afp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """Read int4 weights with FP8 activations (W4AFP8), which call a CUTLASS kernel whatever runner is named."""
+    """Return the choice for int4 weights with FP8 activations: a CUTLASS kernel, whatever runner is named."""
     return SglangChoice(name, "W4AFp8MoEMethod", None)
 
 
@@ -145,7 +145,7 @@ def parsed(config: Config) -> Config:
     return {**config, **skipped, "quant_method": "mxfp8", "quant_algo": algorithm, "activation_scheme": "dynamic"}
 
 
-#: ModelOpt's algorithm -> method that `--quantization modelopt` stands for.
+#: ModelOpt's algorithm -> method that `--quantization modelopt` means for it.
 MODELOPT = {"FP8": "modelopt_fp8", "MXFP8": "mxfp8"} | dict.fromkeys(
     ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"), "modelopt_fp4"
 )
@@ -168,7 +168,7 @@ def _excluded(entries: Any, prefix: str) -> bool:
 
 
 def modelopt_fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """Read ModelOpt's FP8 per tensor, which Triton runs unless FlashInfer's CUTLASS is named."""
+    """Return the choice for ModelOpt's FP8 per tensor: Triton, unless FlashInfer's CUTLASS is named."""
     algorithm, entries = _modelopt(config, "ignore")
     if algorithm != "FP8":
         text = f"{name} reads FP8, this is {algorithm}"
@@ -180,7 +180,7 @@ def modelopt_fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
 
 
 def modelopt_fp4(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """Read ModelOpt's NVFP4: FlashInfer's kernels on Blackwell, Marlin (weight-only) on Ampere to Hopper."""
+    """Return the choice for ModelOpt's NVFP4: FlashInfer on Blackwell, Marlin (weight-only) on Ampere to Hopper."""
     algorithm, entries = _modelopt(config, "ignore", "modules_to_not_convert", "exclude_modules")
     if algorithm not in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"):
         raise Refused("config", "ValueError", f"modelopt_fp4 does not read {algorithm}")

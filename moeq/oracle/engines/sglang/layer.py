@@ -1,4 +1,4 @@
-"""One experts layer on one deployment of SGLang: the question, the answer, and what all readers share."""
+"""One experts layer on one deployment of SGLang: records of question and answer, and helpers that readers share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Config = Mapping[str, Any]
 
 
 class Refused(Exception):
-    """Stop of the engine.
+    """Error with which the engine stops.
 
     Attributes:
         stage: stage of the stop: `name`, `config` or `layer`.
@@ -75,12 +75,12 @@ def value(config: Config, *names: str) -> Any:
     raise Refused("config", "ValueError", f"the config has no {' or '.join(names)}")
 
 
-#: Runners that unquantised experts have of their own, where the method hands over all of them.
+#: Runners with kernels for unquantised experts, where the method passes all runners on.
 _OWN = ("triton_kernel", "deep_gemm", "flashinfer_trtllm", "flashinfer_cutlass")
 
 
 def unquantised(name: str, layer: SglangLayer, own: tuple[str, ...] = _OWN) -> SglangChoice:
-    """Choose for experts that the config leaves unquantised: a runner of their own, else Triton."""
+    """Return the choice for experts that the config leaves unquantised: the layer's runner if `own` has it, or Triton."""
     runner = layer.runner if layer.runner in own and name != "moe_wna16" else "triton"
     if runner == "deep_gemm" and layer.act != "silu":
         raise Refused("layer", "AssertionError", f"unquantised experts with activation {layer.act} on deep_gemm")

@@ -23,25 +23,25 @@ from moeq.spelling import option
 NAME = "sglang"
 #: Option that requests a runner.
 FLAG = "--moe-runner-backend"
-#: Declared methods that moeq follows.
+#: Declared methods whose integers moeq follows, and methods whose floats it follows.
 _READ = ("gptq", "awq", "compressed-tensors")
 _READ_FLOATS = ("fp8", "mxfp8", "mxfp4", "w4afp8", "modelopt", "modelopt_fp8", "modelopt_fp4")
 #: Values of `--quantization` that quantise a checkpoint again while it loads.
-_AGAIN = ("nvfp4_online", "quark_mxfp4", "modelopt_fp4", "humming", "petit_nvfp4", "modelopt_mixed")
+_REQUANTISING = ("nvfp4_online", "quark_mxfp4", "modelopt_fp4", "humming", "petit_nvfp4", "modelopt_mixed")
 _UNCHECKED = "not checked: modules beside the experts (attention, shared experts), and whether tp cuts their groups"
 _PLACELESS = "the method in force makes unquantised experts, and the checkpoint's packed weights have no place in them"
 
-#: Least compute capability of a method, times 10.
+#: Method -> least compute capability, times 10.
 _LEAST = {"fp8": 80, "mxfp8": 100, "mxfp4": 80, "w4afp8": 90, "w8a8_fp8": 89, "modelopt_fp8": 89, "modelopt_fp4": 80}
 
 #: Models whose classes choose FlashInfer's TensorRT-LLM runner for FP8 on SM 10.x.
 _TRTLLM = ("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_5_moe", "deepseek_v3", "llama4")
 #: Models whose classes leave the runner alone on SM 10.x.
 _PLAIN = ("mixtral", "qwen2_moe", "olmoe", "phimoe", "granitemoe", "glm4_moe", "minimax_m2")
-#: Models whose classes choose a runner by rules that are not followed.
+#: Models whose classes choose a runner by rules that moeq does not follow.
 _OWN = ("nemotron_h", "minimax_m3", "deepseek_v4", "kimi_k3", "mimo_v2", "bailing_moe_v3", "cohere2_moe", "gpt_oss")
 
-#: Runner -> named methods that the arguments accept it with; without `--quantization` all are accepted.
+#: Runner -> values of `--quantization` that the server's arguments accept with it; without a value all are accepted.
 _ACCEPTED = {
     "flashinfer_cutlass": ("modelopt_fp4", "modelopt_fp8", "modelopt_mixed"),
     "flashinfer_cutedsl": ("modelopt_fp4", "modelopt_mixed", "nvfp4_online"),
@@ -63,7 +63,7 @@ def is_sglang(engine: str) -> bool:
 def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, title: str) -> Verdict:
     """Judge a checkpoint's experts on a deployment with SGLang 0.5.23.
 
-    Integer weights, FP8, MXFP4, NVFP4 and W4AFP8 on CUDA are followed. Others are refused with the kind `NOT_FOLLOWED`.
+    moeq follows integer weights, FP8, MXFP4, NVFP4 and W4AFP8 on CUDA. Others get an error of kind `NOT_FOLLOWED`.
 
     Args:
         deployment: target; `backend` is the value of `--moe-runner-backend`.
@@ -116,9 +116,9 @@ def _not_followed(config: Mapping[str, Any], shape: MoeShape, deployment: Deploy
     others = f"{option('engine', 'vllm')}, or {option('engine', 'moeq')}"
     if gpu.platform != "cuda" or gpu.capability is None:
         return _unknown(f"what SGLang does on {gpu.name} is not known to moeq: only CUDA is followed", others)
-    again = floats and deployment.quantization in _AGAIN and deployment.quantization != method
+    requantised = floats and deployment.quantization in _REQUANTISING and deployment.quantization != method
     mixed = "MIXED_PRECISION" in str(config.get("quant_algo", config.get("quantization", "")))
-    if (not floats and (method not in _READ or not _integers(config))) or again or mixed:
+    if (not floats and (method not in _READ or not _has_integers(config))) or requantised or mixed:
         read = "integers of GPTQ, AWQ and compressed-tensors, FP8, MXFP4, NVFP4 and W4AFP8 are"
         return _unknown(f"what SGLang makes of {method or 'this checkpoint'} is not known to moeq: {read}", others)
     if shape.has_bias and method not in ("mxfp4", *_READ):
@@ -152,7 +152,7 @@ def _own_default(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
 
 
 def _is_float(config: Mapping[str, Any]) -> bool:
-    """Tell whether the experts are FP8, MXFP4, NVFP4 or W4AFP8 in a form that is followed."""
+    """Tell whether the experts are FP8, MXFP4, NVFP4 or W4AFP8 in a form that moeq follows."""
     method = str(config.get("quant_method", "")).lower()
     if method != "compressed-tensors":
         return method in _READ_FLOATS
@@ -170,7 +170,7 @@ def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return rows[0] if len(rows) == 1 and isinstance(rows[0], Mapping) else None
 
 
-def _integers(config: Mapping[str, Any]) -> bool:
+def _has_integers(config: Mapping[str, Any]) -> bool:
     if config.get("quant_method") != "compressed-tensors":
         return True
     weights = (_only_group(config) or {}).get("weights")
@@ -178,7 +178,7 @@ def _integers(config: Mapping[str, Any]) -> bool:
 
 
 def _layer(shape: MoeShape, deployment: Deployment, runner: str) -> SglangLayer:
-    assert deployment.gpu.capability is not None  # `_not_followed` has looked
+    assert deployment.gpu.capability is not None  # `_not_followed` refuses other devices
     return SglangLayer(
         deployment.gpu.capability, shape.hidden_size, shape.intermediate_size, shape.num_experts, deployment.tp,
         deployment.ep > 1, deployment.dtype, shape.activation, runner, deployment.quantization,
@@ -218,7 +218,7 @@ def _decided(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment)
 
 
 def _with_runner(layer: SglangLayer, name: str, model_type: str) -> SglangLayer | None:
-    """Return the layer with the runner that the server decides on; None if it is not known here.
+    """Return the layer with the runner that the server decides on; None if moeq does not know it.
 
     Raises Refused if the server's arguments refuse the runner.
     """
@@ -269,7 +269,7 @@ def _report(made: SglangChoice) -> CandidateReport:
 
 
 def _once(rows: Iterable[CandidateReport]) -> tuple[CandidateReport, ...]:
-    """Keep one row per backend, that of the automatic choice first. `auto` that is refused names no backend."""
+    """Keep one row per backend: the first supported one, else the first. A refused `auto` names no backend."""
     found: dict[str, CandidateReport] = {}
     for row in rows:
         if row.backend not in found or (row.supported and not found[row.backend].supported):
@@ -285,9 +285,9 @@ def _sizes(shape: MoeShape, deployment: Deployment) -> Sizes:
     return Sizes(shape.hidden_size, inner, shape.hidden_size, inner, local)
 
 
-#: Methods that call a kernel without a runner -> its library; others without one are TensorRT-LLM's.
+#: Methods that call a kernel without a runner -> the kernel's library; other such methods call TensorRT-LLM's kernels.
 _WITHOUT_RUNNER = dict.fromkeys(("W4AFp8MoEMethod", "Fp8MoEMethod"), "cutlass")
-#: Methods and schemes of floats -> bits of weights, and of activations if these do not depend on the runner.
+#: Methods and schemes of floats -> bits of weights and of activations; None if the runner decides the latter.
 _FLOAT_BITS: dict[str, tuple[int, int | None]] = {
     "Fp8MoEMethod": (8, 8),
     "W8A8FP8MoEMethod": (8, 8),
@@ -299,6 +299,7 @@ _FLOAT_BITS: dict[str, tuple[int, int | None]] = {
     "ModelOptNvFp4FusedMoEMethod": (4, None),
     "Mxfp4MoEMethod": (4, None),
 }
+#: Runner -> bits of activations, where the method leaves them to the runner; 16 for other runners.
 _RUNNER_BITS = {"deep_gemm": 8, "flashinfer_trtllm": 4, "flashinfer_trtllm_routed": 4, "flashinfer_cutlass": 4,
                 "flashinfer_cutedsl": 4}  # fmt: skip
 

@@ -14,7 +14,7 @@ from moeq.oracle.engines.vllm.facts import read_facts
 EXPERT = "*"
 
 
-#: Suffixes of stacked tensors that the classes were asked about: `gate_up_proj_packed`.
+#: Suffixes of stacked tensors with which `tools/extract.py names` tried the classes: `gate_up_proj_packed`.
 SUFFIXES = ("", ".weight", "_packed", "_scale", "_scale_inv", ".weight_packed", ".weight_scale", ".qweight")
 #: Suffixes of tensors that all experts share.
 WHOLE_SUFFIXES = ("_shape", ".weight_shape")
@@ -45,7 +45,7 @@ class ClassNames:
     """Names that a model class loads."""
 
     architecture: str  #: name of the class in a config
-    stacks: Sequence[str]  #: paths of the layers in checkpoints that it finds: `model.layers`
+    stacks: Sequence[str]  #: paths of layers that the class finds in checkpoints: `model.layers`
     #: Path of one expert's module below its layer, `mlp.experts.*.gate_proj` -> `any`, or the order of the rows if it
     #: holds gate and up.
     modules: Mapping[str, str]
@@ -55,7 +55,7 @@ class ClassNames:
     tensors: Mapping[str, str]
 
     def problem(self, names: Iterable[StoredName]) -> str | None:
-        """Return why the class does not load experts of these names; None if it does or if that is unknown."""
+        """Return why the class does not load experts with these names; None if it loads them or that is unknown."""
         for name in names:
             known = (self.modules if name.single else self.tensors).get(name.path)
             if known is None and (name.single or self._was_asked(name.path)):
@@ -66,20 +66,20 @@ class ClassNames:
         return None
 
     def stack_problem(self, stack: str) -> str | None:
-        """Return why the class does not find layers below that path; None if it does."""
+        """Return why the class does not find layers below the path `stack`; None if it finds them."""
         if stack in self.stacks:
             return None
         return f"{self.architecture} looks for layers in {' or '.join(self.stacks)}, and these are in {stack}"
 
     def _was_asked(self, path: str) -> bool:
-        """Tell whether the class was asked about such a tensor: its name has a known end."""
+        """Tell whether the extractor tried such a tensor with the class: its name has a known suffix."""
         leaf = path.rpartition("experts")[2] or path
         suffix = max((end for end in _ASKED if end and leaf.endswith(end)), key=len, default="")
         return leaf.removesuffix(suffix).endswith(("proj", "linear", "w1", "w2", "w3", "w13", "v1", "fc1", "fc2"))
 
     @property
     def _loads(self) -> str:
-        """Short list of the spellings that it loads."""
+        """Short list of the names that the class loads."""
         plain = [name for name in self.tensors if not name.endswith(tuple(filter(None, _ASKED)))]
         return " or ".join((*_short(self.modules), *_short(plain or self.tensors)))
 

@@ -25,12 +25,12 @@ class Filter:
     check: Check
 
 
-#: Filters by the names that backends.toml has for them.
+#: Name of a filter in backends.toml -> the filter; `_filter` fills this table.
 FILTERS: dict[str, Filter] = {}
 
 
 def _filter(name: str, code: str, title: str) -> Callable[[Check], Check]:
-    """Return a decorator that makes a filter of its check."""
+    """Return a decorator that adds a check to `FILTERS` under this name."""
 
     def add(check: Check) -> Check:
         FILTERS[name] = Filter(code, title, check)
@@ -109,7 +109,7 @@ def _megakernel(case: Case) -> Iterator[Failure]:
 
 @_filter("zen-group", "F09_GROUP", "group size multiple of 4")
 def _zen_group(case: Case) -> Iterator[Failure]:
-    # vLLM's Quark config has no attribute of that name.
+    # vLLM reads the attribute `group_size`, which its Quark config does not have.
     group = None if case.method.config == "quark" else case.method.group_size
     if group is None or group <= 0 or group % 4:
         yield f"group size {group or -1} is not a positive multiple of 4", None

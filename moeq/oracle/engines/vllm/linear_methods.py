@@ -1,4 +1,4 @@
-"""What a quantisation config gives a linear module that is no expert: the readers of configs get its name."""
+"""Methods of linear modules outside the experts: the readers of configs decide by the module's name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moeq.oracle.engines.vllm.outcome import method_of
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.oracle.records import MoeShape
 
-#: Methods whose config quantises experts alone.
+#: Engine's methods whose config quantises experts alone.
 _EXPERTS_ONLY = ("GptOssMxfp4MoEMethod", "Mxfp4MoEMethod")
-#: Methods that may quantise an output head without an option that names it.
+#: Declared methods that may quantise an output head without a key that names it.
 _TAKE_HEADS = ("modelopt", "compressed-tensors", "auto-round")
 
 
@@ -24,15 +24,16 @@ def method_of_linear(
     policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, linear: LinearModule,
     shard: str, above: str, *, stored: bool,
 ) -> Method | bool | str:  # fmt: skip
-    """Return what a config gives a linear module: a method, whether it is quantised where no method is known, or False.
+    """Return the method that a config gives a linear module, or False if the module stays unquantised.
 
-    Where a rule of GPTQModel or AutoRound for the module stops the engine, the answer is why.
+    True means that it is quantised by a method that is not known. A text is the reason why a rule of GPTQModel or
+    AutoRound for the module stops the engine.
 
     Args:
-        linear: the module of the class.
-        shard: the module of the checkpoint that is a part of it.
-        above: path of the layer, with a dot; empty for the output head.
-        stored: whether the file holds it quantised; GPTQ and AWQ without a list take that for the answer.
+        linear: the module of the engine's class.
+        shard: path below the layer of the checkpoint's module that is a part of `linear`.
+        above: path of the layer, with a dot at the end; empty for the output head.
+        stored: whether the file holds the module quantised, which decides for GPTQ and AWQ without a list of modules.
     """
     fused, module = above + linear.path, above + (shard if linear.listed else linear.path)
     declared, reads_no_file = str(config.get("quant_method")), deployment.quantization == "moe_wna16"
@@ -59,9 +60,9 @@ def method_of_linear(
 def lists_some_shards(
     policy: EnginePolicy, config: Mapping[str, Any], architecture: str, linear: LinearModule, above: str
 ) -> bool:
-    """Tell whether the whole names that FP8 and ModelOpt exclude are those of some shards of a module, and not of all.
+    """Tell whether the whole names that FP8 and ModelOpt exclude are names of some shards of a module but not of all.
 
-    Source: vLLM 0.26.0 to 0.33.0, `is_layer_skipped`, before any part of a name or wildcard is looked at.
+    Parts of names and wildcards do not count. Source: vLLM 0.26.0 to 0.33.0, `is_layer_skipped`.
     """
     if not linear.listed or not str(config.get("quant_method")).startswith(("fp8", "modelopt")):
         return False

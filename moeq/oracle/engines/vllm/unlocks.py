@@ -1,4 +1,4 @@
-"""Unlocks of backends that do not run as asked: changes with which the engine was found to run them."""
+"""Unlocks of backends that do not run as asked: tried changes with which the engine runs them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from moeq.oracle.engines.vllm.policy import Family
 from moeq.oracle.engines.vllm.select import ORDER_CODES, on_device
 from moeq.oracle.records import CandidateReport
 
-#: Rules about the model itself, which no change of `changes` alters, and about the activation format.
+#: Codes of rules about the model itself, which none of `changes` alters, and of the rule about the activation format.
 _LASTING_CODES = (
     *("P02_NOT_GATED", "P03_ACTIVATION", "P06_HASH_ROUTING", "P08_ROUTING", "P10_HIDDEN", "L02_EXPERTS", "L05_TOP_K"),
     *("L07_LIMIT", "P11_FORMAT"),
 )
-#: Backends that wait for an unlock, with the option's value that names them, if one does.
+#: Backend that needs an unlock -> value of the backend option that names it, or None.
 Waiting = Mapping[str, str | None]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The question without a requested backend, and the way to ask a changed one."""
+    """The question without a requested backend, and functions that decide and admit changed questions."""
 
     outcome: Outcome
     again: Again  #: function that decides a changed question
@@ -47,9 +47,9 @@ class Trial:
         return self.outcome.case.policy.families[self.outcome.case.method.family]
 
     def unlocks(self, backend: str, flag: str | None, change: Change) -> str | None:
-        """Return what makes the engine run a backend of the family after a change; None if it does not.
+        """Return the text of a change if it makes the engine run a backend of the family; None if it does not.
 
-        The text is the change's, with the option where the backend has to be asked for by name. Every answer is a whole
+        The text names the backend option, too, where the backend has to be requested by name. Every answer is a whole
         decision: config, selection and every gate.
         """
         if not self.admits(change.deployment):
@@ -72,9 +72,9 @@ class Trial:
 
 
 def with_unlocks(trial: Trial) -> tuple[CandidateReport, ...]:
-    """Return the candidates, each unsupported one with its unlock.
+    """Return the candidates; unsupported ones have an unlock where one was found.
 
-    An unlock is the nearest change with which the engine was found to run the backend, by itself or asked by name.
+    An unlock is the nearest tried change with which the engine runs the backend, by itself or requested by name.
     """
     outcome = trial.outcome
     here, elsewhere = {}, {}
@@ -90,7 +90,7 @@ def with_unlocks(trial: Trial) -> tuple[CandidateReport, ...]:
 
 
 def running(trial: Trial) -> list[CandidateReport]:
-    """List the candidates that the engine runs without a change, by themselves or asked by name."""
+    """List the candidates that the engine runs without a change, by itself or when requested by name."""
     rows = trial.outcome.selection.candidates
     return [row for row in rows if row.supported and trial.unlocks(row.backend, row.flag, trial.unchanged) is not None]
 
@@ -110,7 +110,7 @@ def _here(trial: Trial, waiting: Waiting) -> Iterator[tuple[str, str]]:
 
 
 def _elsewhere(trial: Trial, waiting: Waiting) -> Iterator[tuple[str, str]]:
-    """Yield backend and unlock for backends that only other devices have: the kinds that run it, the plainest first."""
+    """Yield backend and unlock for backends of other devices: the kinds of device that need the shortest change."""
     policy, config = trial.outcome.case.policy, trial.outcome.config
     found: dict[str, dict[str, list[str]]] = {}
     for kind in policy.devices:
@@ -133,7 +133,7 @@ def _elsewhere(trial: Trial, waiting: Waiting) -> Iterator[tuple[str, str]]:
 
 
 def on_kind(deployment: Deployment, kind: str) -> Deployment:
-    """Return the deployment on another kind of device, with its default dtype if the deployment has the default."""
+    """Return the deployment on another kind of device; a default dtype becomes the new device's default."""
     gpu = parse_gpu(kind)
     default = deployment.dtype == default_dtype(deployment.gpu)
     return replace(deployment, gpu=gpu, dtype=default_dtype(gpu) if default else deployment.dtype)

@@ -11,14 +11,14 @@ from moeq.oracle.engines.vllm.configs.question import ConfigQuestion, refuse
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.spelling import option
 
-#: Names that quantise bf16 weights -> first version in which `OnlineQuantizationConfig` reads them.
+#: Value of `--quantization` that quantises bf16 weights -> first version whose `OnlineQuantizationConfig` reads it.
 ONLINE = {
     **dict.fromkeys(("fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8"), "0.26.0"),
     **dict.fromkeys(("int8_per_channel_weight_only", "nvfp4_per_token"), "0.26.0"),
     "mxfp4": "0.28.0",
     "fp8": "0.31.0",
 }
-#: Methods whose config the engine also looks for in a file beside the weights.
+#: Method -> file beside the weights in which the engine looks for the method's config, too.
 _FILES = {
     **dict.fromkeys(("gptq", "auto_gptq", "gptq_marlin", "moe_wna16"), "quantize_config.json"),
     **dict.fromkeys(("awq", "auto_awq", "awq_marlin"), "quant_config.json"),
@@ -28,7 +28,7 @@ _FILES = {
 
 
 def is_online(policy: EnginePolicy, name: str | None) -> bool:
-    """Tell whether a name of `--quantization` quantises bf16 weights under the limits of online quantisation."""
+    """Tell whether a value of `--quantization` means online quantisation of bf16 weights in the policy's version."""
     return name in ONLINE and policy.since(ONLINE[name])
 
 
@@ -39,11 +39,11 @@ def read_online(question: ConfigQuestion) -> Method:
     """
     case, since = question.probe, question.policy.since
     name = case.deployment.quantization or str(question.config.get("quant_method", ""))
-    token = case.flag("VLLM_BATCH_INVARIANT") == "1" and since("0.33.0")
+    per_token = case.flag("VLLM_BATCH_INVARIANT") == "1" and since("0.33.0")
     table: dict[str, Method] = {
         "fp8_per_tensor": Method(
             "Fp8PerTensorOnlineMoEMethod", "fp8", "online", "kFp8StaticTensorSym",
-            "kFp8DynamicTokenSym" if token else "kFp8DynamicTensorSym", 8, -1, vllm_cutlass=False,
+            "kFp8DynamicTokenSym" if per_token else "kFp8DynamicTensorSym", 8, -1, vllm_cutlass=False,
         ),
         "fp8_per_block": Method(
             "Fp8PerBlockOnlineMoEMethod", "fp8", "online", "kFp8Static128BlockSym", "kFp8Dynamic128Sym", 8, 128,
