@@ -101,7 +101,7 @@ class ListedDigests:
         return None
 
     def require_pieces(self, data: bytes | bytearray, first: int, known: bytes, file: str) -> None:
-        """Compare whole pieces, from piece `first` on, with known digests. Raises MoeqError `source.digest-mismatch`."""
+        """Compare whole pieces, from piece `first` on, with digests. Raises MoeqError `source.digest-mismatch`."""
         found = b"".join(_piece_digests(data))
         if found != known[first * _DIGEST_BYTES :][: len(found)]:
             raise self._mismatch(f"{file}, read as a range,", _AGAIN)

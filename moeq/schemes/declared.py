@@ -145,7 +145,7 @@ def names_module(entry: str, module: str) -> bool:
 def declared_unless(
     fields: Fields, skipped: Sequence[str], declared: Declared, experts: Declared | None = None
 ) -> Declaration:
-    """Return a config that declares nothing for `skipped`, `experts` (if given) for experts, and `declared` otherwise."""
+    """Return a config that declares nothing for `skipped`, `experts` (if given) for experts, else `declared`."""
 
     def resolve(module: str) -> Declared | None:
         if any(names_module(entry, module) for entry in skipped):

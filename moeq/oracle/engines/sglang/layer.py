@@ -80,7 +80,7 @@ _OWN = ("triton_kernel", "deep_gemm", "flashinfer_trtllm", "flashinfer_cutlass")
 
 
 def unquantised(name: str, layer: SglangLayer, own: tuple[str, ...] = _OWN) -> SglangChoice:
-    """Return the choice for experts that the config leaves unquantised: the layer's runner if `own` has it, or Triton."""
+    """Return the choice for experts that the config leaves unquantised: the layer's runner if in `own`, else Triton."""
     runner = layer.runner if layer.runner in own and name != "moe_wna16" else "triton"
     if runner == "deep_gemm" and layer.act != "silu":
         raise Refused("layer", "AssertionError", f"unquantised experts with activation {layer.act} on deep_gemm")
