@@ -106,7 +106,8 @@ def unusable_scales(experts: Experts, find: Find, opened: Open) -> tuple[list[Sc
             what = _fault(number)
             if what is not None:
                 rows.append((part, what, projection, owners))
-    unequal = tuple(sorted(e for e in gates.keys() & ups.keys() if gates[e] != 1 and abs(gates[e] - ups[e]) > 1e-5))
+    both = sorted(gates.keys() & ups.keys())
+    unequal = tuple(number for number in both if gates[number] != 1 and abs(gates[number] - ups[number]) > 1e-5)
     return _joined(experts, rows), unequal
 
 

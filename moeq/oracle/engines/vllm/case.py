@@ -130,13 +130,13 @@ class Case:
     @cached_property
     def parallel_form(self) -> str:
         """Name of the parallel form in the engine's tables: `single`, `tp`, `dp`, `ep`, `ep:KIND`, and `+eplb`."""
-        d = self.deployment
+        deployment = self.deployment
         if self.all2all is not None:
             # A kind that this version does not know sets none of its switches; gate G10 refuses it.
             name = f"ep:{self.all2all if self.all2all in self.policy.all2all else DEFAULT_ALL2ALL}"
         else:
-            name = "ep" if self.use_ep else "dp" if d.dp > 1 else "tp" if self.ranks > 1 else "single"
-        return name + ("+eplb" if d.eplb else "")
+            name = "ep" if self.use_ep else "dp" if deployment.dp > 1 else "tp" if self.ranks > 1 else "single"
+        return name + ("+eplb" if deployment.eplb else "")
 
     @property
     def format(self) -> str:
@@ -162,8 +162,8 @@ class Case:
 
         Source: `ParallelConfig.use_sequence_parallel_moe`, and the classes that pass it on, vLLM 0.26.0 to 0.33.0.
         """
-        d = self.deployment
-        spread = self.use_ep and d.tp > 1 and d.dp > 1 and self.all2all == DEFAULT_ALL2ALL
+        deployment = self.deployment
+        spread = self.use_ep and deployment.tp > 1 and deployment.dp > 1 and self.all2all == DEFAULT_ALL2ALL
         return spread and self.shape.model_type in SEQUENCE_PARALLEL_MODELS
 
     @property

@@ -53,15 +53,15 @@ def nearest_yes(outcome: Outcome, again: Again, admits: Admits = admit_all) -> C
 
 def _asked(outcome: Outcome) -> Iterator[Change]:
     """Yield changes of the request: drop the named backend or method, or name a backend."""
-    d, shape, config = outcome.case.deployment, outcome.case.shape, outcome.config
+    deployment, shape, config = outcome.case.deployment, outcome.case.shape, outcome.config
     flag = outcome.case.policy.backend_flag
-    if d.backend != "auto":
-        yield Change(f"no {flag}", config, shape, replace(d, backend="auto"))
-    if d.quantization is not None and config:
-        yield Change(f"no {option('quantization')}", config, shape, replace(d, quantization=None))
-    if d.backend == "auto":
+    if deployment.backend != "auto":
+        yield Change(f"no {flag}", config, shape, replace(deployment, backend="auto"))
+    if deployment.quantization is not None and config:
+        yield Change(f"no {option('quantization')}", config, shape, replace(deployment, quantization=None))
+    if deployment.backend == "auto":
         for name in dict.fromkeys(row.flag for row in outcome.selection.candidates if row.flag):
-            yield Change(f"{flag} {name}", config, shape, replace(d, backend=name))
+            yield Change(f"{flag} {name}", config, shape, replace(deployment, backend=name))
 
 
 def changes(outcome: Outcome) -> Iterator[Change]:
@@ -79,59 +79,62 @@ def changes(outcome: Outcome) -> Iterator[Change]:
         yield Change("bf16 router logits", config, replace(shape, router_dtype=None), deployment)
 
 
-def _deployments(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
-    if d.ep == 1:
-        fits = [tp for tp in TP_SIZES if tp != d.tp and case.shape.intermediate_size % tp == 0]
-        for tp in sorted(fits, key=lambda size: (abs(size - d.tp), size)):
-            yield f"tp {tp}", replace(d, tp=tp)
-        if d.tp > 1:
-            yield f"ep {d.tp} (whole experts per rank)", derive_dp(replace(d, ep=d.tp))
-        if d.dp > 1:
-            yield "dp 1", replace(d, dp=1)
+def _deployments(case: Case, deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
+    if deployment.ep == 1:
+        fits = [tp for tp in TP_SIZES if tp != deployment.tp and case.shape.intermediate_size % tp == 0]
+        for tp in sorted(fits, key=lambda size: (abs(size - deployment.tp), size)):
+            yield f"tp {tp}", replace(deployment, tp=tp)
+        if deployment.tp > 1:
+            yield f"ep {deployment.tp} (whole experts per rank)", derive_dp(replace(deployment, ep=deployment.tp))
+        if deployment.dp > 1:
+            yield "dp 1", replace(deployment, dp=1)
     else:
-        yield "ep 1 and dp 1" if d.dp > 1 else "ep 1", replace(d, ep=1, dp=1)
-        if d.dp > 1 and d.tp > 1:
-            yield f"ep {d.tp} and dp 1", replace(d, ep=d.tp, dp=1)
-    if d.batched or d.all2all:
-        words = [f"all-to-all {DEFAULT_ALL2ALL}"] if d.all2all else []
-        words += [option("batched", False)] if d.batched else []
-        yield " and ".join(words), replace(d, batched=False, all2all=None)
-    if d.lora:
-        yield "no LoRA on experts", replace(d, lora=False)
-    if d.eplb:
-        yield "no expert load balancing", replace(d, eplb=False, redundant_experts=0)
-        replicas = d.redundant_experts + -case.physical_experts % d.ep
-        yield f"{replicas} redundant experts", replace(d, redundant_experts=replicas)
-    elif d.redundant_experts:
-        yield option("eplb", True), replace(d, eplb=True)
-        yield "no redundant experts", replace(d, redundant_experts=0)
-    yield ("dtype fp16", replace(d, dtype="fp16")) if d.dtype == "bf16" else ("dtype bf16", replace(d, dtype="bf16"))
-    yield from _switches(case, d)
+        yield "ep 1 and dp 1" if deployment.dp > 1 else "ep 1", replace(deployment, ep=1, dp=1)
+        if deployment.dp > 1 and deployment.tp > 1:
+            yield f"ep {deployment.tp} and dp 1", replace(deployment, ep=deployment.tp, dp=1)
+    if deployment.batched or deployment.all2all:
+        words = [f"all-to-all {DEFAULT_ALL2ALL}"] if deployment.all2all else []
+        words += [option("batched", False)] if deployment.batched else []
+        yield " and ".join(words), replace(deployment, batched=False, all2all=None)
+    if deployment.lora:
+        yield "no LoRA on experts", replace(deployment, lora=False)
+    if deployment.eplb:
+        yield "no expert load balancing", replace(deployment, eplb=False, redundant_experts=0)
+        replicas = deployment.redundant_experts + -case.physical_experts % deployment.ep
+        yield f"{replicas} redundant experts", replace(deployment, redundant_experts=replicas)
+    elif deployment.redundant_experts:
+        yield option("eplb", True), replace(deployment, eplb=True)
+        yield "no redundant experts", replace(deployment, redundant_experts=0)
+    if deployment.dtype == "bf16":
+        yield "dtype fp16", replace(deployment, dtype="fp16")
+    else:
+        yield "dtype bf16", replace(deployment, dtype="bf16")
+    yield from _switches(case, deployment)
 
 
-def _switches(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
+def _switches(case: Case, deployment: Deployment) -> Iterator[tuple[str, Deployment]]:
     rows = candidate_variants(case)
     for name in sorted({package for row in rows for package in row.packages}):
         if not case.package(name):
-            yield f"install {name}", with_package(d, name, True)
+            yield f"install {name}", with_package(deployment, name, True)
     wanted = {(name, allowed[0]) for row in rows for name, allowed in row.env if case.flag(name) not in allowed}
     wanted |= {("VLLM_HUMMING_MOE_GEMM_TYPE", row.gemm_type) for row in _classes(case) if row.gemm_type is not None}
     for name, value in sorted(wanted, key=str):
         if case.env(name) != value:
-            yield f"set {name}={value}" if value is not None else f"unset {name}", with_env(d, name, value)
-    for name, _ in d.env:
-        yield f"unset {name}", with_env(d, name, None)
-    yield from equipped(case, d, rows)
+            yield f"set {name}={value}" if value is not None else f"unset {name}", with_env(deployment, name, value)
+    for name, _ in deployment.env:
+        yield f"unset {name}", with_env(deployment, name, None)
+    yield from equipped(case, deployment, rows)
 
 
-def equipped(case: Case, d: Deployment, rows: Iterable[Variant]) -> Iterator[tuple[str, Deployment]]:
+def equipped(case: Case, deployment: Deployment, rows: Iterable[Variant]) -> Iterator[tuple[str, Deployment]]:
     """Yield, for each variant, words and deployment with all packages and variables that the variant lacks."""
     for row in rows:
         packages = [name for name in row.packages if not case.package(name)]
         unmet = [(name, allowed[0]) for name, allowed in row.env if case.flag(name) not in allowed]
         if not packages and not unmet:
             continue
-        words, changed = [f"install {name}" for name in packages], d
+        words, changed = [f"install {name}" for name in packages], deployment
         for name in packages:
             changed = with_package(changed, name, True)
         for name, value in unmet:

@@ -194,7 +194,7 @@ def _create(stage: Stage) -> Iterator[Failed]:
         sizes = sizes_for(stage.case, stage.selected)
         if sizes.padded_hidden % 32 or sizes.padded_intermediate % 32:
             text = f"sizes {sizes.padded_hidden} and {sizes.padded_intermediate} per rank are no multiples of 32"
-            yield Failed("ValueError", text, nearest_tp(stage.case, lambda s: s % 32 == 0))
+            yield Failed("ValueError", text, nearest_tp(stage.case, lambda size: size % 32 == 0))
 
 
 def _groups(case: Case) -> Iterator[Failed]:
@@ -211,11 +211,11 @@ def _groups(case: Case) -> Iterator[Failed]:
         shrunk = shrunk_group(hidden, inner, group)
         if shrunk < 32 and shrunk != group:
             text = f"group size {group} is halved to {shrunk} to divide {hidden} and {inner} per rank, below 32"
-            yield Failed("AssertionError", text, nearest_tp(case, lambda s: shrunk_group(hidden, s, group) >= 32))
+            yield Failed("AssertionError", text, nearest_tp(case, lambda size: shrunk_group(hidden, size, group) >= 32))
     if method.name.startswith("CompressedTensorsWNA16") and group is not None and group > 0:
         for what, size in (("hidden size", hidden), ("intermediate size per rank", inner)):
             if size % group:
-                remedy = nearest_tp(case, lambda s: s % group == 0)
+                remedy = nearest_tp(case, lambda size: size % group == 0)
                 yield Failed("ValueError", f"{what} {size} is not a multiple of group size {group}", remedy)
 
 
@@ -224,7 +224,7 @@ def _multiples(case: Case) -> Iterator[Failed]:
     sizes = (("hidden size", transported_hidden(case)), ("intermediate size per rank", case.intermediate))
     for what, size in sizes:
         if size % multiple:
-            remedy = nearest_tp(case, lambda s: s % multiple == 0) if size == case.intermediate else None
+            remedy = nearest_tp(case, lambda size: size % multiple == 0) if size == case.intermediate else None
             yield Failed(error, f"{what} {size} is not a multiple of {multiple}", remedy)
 
 
@@ -235,7 +235,7 @@ def _blocks(case: Case) -> Iterator[Failed]:
     (rows, columns), inner = case.method.block, case.method.padded_intermediate or case.intermediate
     if inner % rows or (case.deployment.tp > 1 and inner % columns):
         text = f"intermediate size per rank {inner} does not divide into blocks of {rows} x {columns}"
-        yield Failed("ValueError", text, nearest_tp(case, lambda s: s % rows == 0 and s % columns == 0))
+        yield Failed("ValueError", text, nearest_tp(case, lambda size: size % rows == 0 and size % columns == 0))
 
 
 def _packed(case: Case) -> Iterator[Failed]:
@@ -316,7 +316,7 @@ def _swizzled_scales(case: Case, sizes: Sizes) -> Iterator[Failed]:
     for what, size in (("hidden size", sizes.padded_hidden), ("intermediate size per rank", sizes.padded_intermediate)):
         if size % 128:
             text = f"conversion to CUTLASS_MXFP4_MXFP4: {what} {size} is no multiple of 128: its scales are padded"
-            remedy = nearest_tp(case, lambda s: s % 128 == 0) if size == sizes.padded_intermediate else None
+            remedy = nearest_tp(case, lambda size: size % 128 == 0) if size == sizes.padded_intermediate else None
             yield Failed("RuntimeError", text, remedy, "CONVERSION")
 
 

@@ -148,7 +148,7 @@ def _all_searches(searches: Mapping[str, Mapping[str, SearchTable]]) -> Iterator
     tables = {(asked, id(row)): row for rows in searches.values() for asked, row in rows.items()}
     for asked, text in dict.fromkeys((asked, text) for (asked, _), row in tables.items() for text in row.rows.values()):
         search = parse_search(text)
-        yield 0 if asked == "auto" else len({a.backend for a in search.attempts}), asked, search
+        yield 0 if asked == "auto" else len({attempt.backend for attempt in search.attempts}), asked, search
 
 
 # ------------------------------------------------------------------------------------------------ policies

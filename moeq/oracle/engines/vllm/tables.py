@@ -42,7 +42,7 @@ def unpacked(stored: Mapping[str, Any]) -> Tables:
             for device in devices(listed):
                 names[device][kind] = _unpack_names(row, stored["users"])
     classes = {
-        name: {**row, "blocks": [{"devices": devices(d), "variants": v} for d, v in row["blocks"].items()]}
+        name: {**row, "blocks": [{"devices": devices(key), "variants": rows} for key, rows in row["blocks"].items()]}
         for name, row in stored["classes"].items()
     }
     found = {
@@ -50,7 +50,7 @@ def unpacked(stored: Mapping[str, Any]) -> Tables:
         "names": [{"devices": [device], "value": value} for device, value in names.items()],
         "classes": classes,
         "families": {name: _unpack_family(row, devices) for name, row in stored["families"].items()},
-        "rounding": [{"devices": devices(d), "value": value} for d, value in stored["rounding"].items()],
+        "rounding": [{"devices": devices(listed), "value": value} for listed, value in stored["rounding"].items()],
     }
     del found["users"]
     return found

@@ -195,7 +195,8 @@ def read_compressed_tensors(question: ConfigQuestion) -> Method:
         modules = [question.prefix]
     found = [_group_of(targets, question, module) for module in modules]
     if len({_scheme(row[1]) if row else None for row in found}) > 1:
-        named = ", ".join(f"{p}: {row[0] if row else 'ignored'}" for p, row in zip(projections, found, strict=True))
+        rows = zip(projections, found, strict=True)
+        named = ", ".join(f"{projection}: {row[0] if row else 'ignored'}" for projection, row in rows)
         refuse(f"the projections of an expert resolve to different schemes ({named})")
     if found[-1] is None:
         return unquantized()
@@ -302,10 +303,10 @@ def _wna16_built_in(question: ConfigQuestion, weights: Arguments) -> Method | No
         return None
     if ordered:
         refuse("act-order (actorder group) needs Marlin's shapes", "requantise with actorder 'weight'")
-    d, arch = question.probe.deployment, question.probe.gpu.arch
-    if rocm and d.backend == "emulation" and not (arch == "gfx1100" and weights.bits == 4):
+    arch, backend, lora = question.probe.gpu.arch, question.probe.deployment.backend, question.probe.deployment.lora
+    if rocm and backend == "emulation" and not (arch == "gfx1100" and weights.bits == 4):
         return None
-    flydsl = arch == "gfx950" and d.backend == "flydsl" and (weights.bits, group) == (4, 32) and not d.lora
+    flydsl = arch == "gfx950" and backend == "flydsl" and (weights.bits, group) == (4, 32) and not lora
     for wrong, text in (
         (weights.strategy != "group", "the kernel built into this version's method takes group scales only"),
         (not weights.symmetric, "the kernel built into this version's method takes symmetric weights only"),
