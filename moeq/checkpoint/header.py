@@ -180,7 +180,7 @@ def _entries(table: dict[str, Any], file: str, base: int, notes: list[str], stri
         if type(begin) is not int or type(end) is not int or begin < 0 or end - begin != kind[2]:
             _explain_offsets(name, info, file, kind[2])
         if len(name) > MAX_NAME_LENGTH or not name or not name.isprintable():
-            _bad(file, f"unusable tensor name {name[:80]!a}: empty, longer than {MAX_NAME_LENGTH} or not printable")
+            _bad(file, f"tensor name {name[:80]!a} is empty, not printable or over {MAX_NAME_LENGTH} characters long")
         if len(info) != 3:
             notes.append(f"{file}: tensor {name} has unknown header fields: {', '.join(sorted(map(repr, info)))[:200]}")
         tensors[name] = TensorEntry(name, kind[0], kind[1], file, base + begin, base + end)

@@ -47,13 +47,16 @@ def choose_weights(names: Iterable[str], read_index: Callable[[str], dict[str, A
         chosen = INDEX_NAME if INDEX_NAME in indices else indices[0]
         weights, several = _from_index(read_index(chosen), chosen), []
         if len(indices) > 1:
-            message = f"several index files ({_listed(indices)}); read {chosen}"
+            message = f"there are several index files ({_listed(indices)}); moeq reads {chosen}"
             several = [CheckpointWarning("files.several-indices", message)]
-        extra = _unread(weights, single, "files.not-in-index", f"files that {chosen} does not mention")
+        extra = _unread(weights, single, "files.not-in-index", f"{chosen} does not mention these files")
         return replace(weights, warnings=(*several, *extra))
     if SINGLE_NAME in single:
         weights = Weights((SINGLE_NAME,))
-        return replace(weights, warnings=_unread(weights, single, "files.not-loaded", f"not part of {SINGLE_NAME}"))
+        return replace(
+            weights,
+            warnings=_unread(weights, single, "files.not-loaded", f"only {SINGLE_NAME} is read, not these files"),
+        )
     if single:
         message = f"no index: all weight files are read, {_listed(single)}"
         return Weights(tuple(single), warnings=(CheckpointWarning("files.no-index", message),))

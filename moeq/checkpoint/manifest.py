@@ -335,14 +335,14 @@ def _check_matrix(path: Path, place: str, entry: MatrixEntry, role: StackedRole)
 
 def _size(path: Path, place: str, size: int) -> None:
     if not 0 < size < _MAX_AXIS:
-        _refuse(path, place, f"is {size}, expected a size")
+        _refuse(path, place, f"is {size}, expected a size from 1 to {_MAX_AXIS - 1:,}")
 
 
 def _distinct(path: Path, what: str, values: Iterable[object]) -> None:
     seen: set[object] = set()
     for value in values:
         if value in seen:
-            _refuse(path, f"{what} {brief(value)}", "is there twice")
+            _refuse(path, f"{what} {brief(value)}", "appears twice")
         seen.add(value)
 
 

@@ -61,7 +61,7 @@ class RangeReader:
             if not isinstance(outcome, _Busy):
                 return outcome
             why, wait = outcome.why, wait if outcome.wait is None else outcome.wait
-        raise MoeqError("source.network", f"{file}: {why} {_ATTEMPTS} times", "try later")
+        raise MoeqError("source.network", f"{file}: {why} {_ATTEMPTS} times", "try again later")
 
     def _attempt(self, url: str, file: str, start: int, stop: int) -> tuple[bytes, int] | _Busy:
         from huggingface_hub import get_session

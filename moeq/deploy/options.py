@@ -97,5 +97,5 @@ def _dtype(name: Any, gpu: Gpu) -> str:
     if name is None:
         return default_dtype(gpu)
     if str(name).lower() not in DTYPES:
-        raise MoeqError("usage.deployment", f"dtype '{name}' is not known", "bf16 or fp16")
+        raise MoeqError("usage.deployment", f"dtype '{name}' is not known", "name bf16 or fp16")
     return DTYPES[str(name).lower()]

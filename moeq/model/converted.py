@@ -261,7 +261,7 @@ def _info(manifest: Manifest) -> CheckpointInfo:
     counts = dict(zip(info.moe_layers, info.experts_per_layer, strict=False))
     layers = sorted([*(entry.layer for entry in manifest.layers), *(row.layer for row in manifest.copied)])
     if list(info.moe_layers) != layers or len(info.experts_per_layer) != len(layers):
-        _refuse(f"moe_layers or experts_per_layer is not that of layers {layers[:20]}")
+        _refuse(f"moe_layers or experts_per_layer does not fit layers {layers[:20]}")
     for entry in manifest.layers:
         if counts[entry.layer] != entry.num_experts:
             _refuse(f"layer {entry.layer} has {counts[entry.layer]} experts, layers has {entry.num_experts}")

@@ -75,7 +75,7 @@ def unmet(cells: Iterable[Cell], required: Iterable[str]) -> list[str]:
             raise MoeqError(
                 "usage.require",
                 f"--require '{text}' names no cell of this sweep",
-                "GPU[/tpN][/epN][=BACKEND] or all; for example H100/tp8=MARLIN",
+                "write GPU[/tpN][/epN][=BACKEND] or all, such as H100/tp8=MARLIN",
             )
         wanted = match["backend"]
         for cell in rows:

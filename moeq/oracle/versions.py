@@ -25,7 +25,9 @@ def release(version: str) -> tuple[int, ...]:
     try:
         return Version(version).release
     except InvalidVersion:
-        raise MoeqError("usage.engine-version", f"'{version}' is not a version", "such as 0.33.0") from None
+        raise MoeqError(
+            "usage.engine-version", f"'{version}' is not a version", "name a version such as 0.33.0"
+        ) from None
 
 
 @cache

@@ -134,7 +134,7 @@ def _check_width(bits: int, context: Context) -> None:
         return
     raise MoeqError(
         "source.unsupported-format",
-        f"{context.where}: {bits}-bit AWQ, which writers pack in different orders, and the config does not say which",
+        f"{context.where}: writers pack {bits}-bit AWQ in different orders, and the config does not say which",
         "use the 4-bit checkpoint, or GPTQ for 8 bits",
     )
 

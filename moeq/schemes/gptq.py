@@ -231,7 +231,7 @@ def _bits(context: Context, words: int, k: int) -> int:
     planar = context.declared.variant == "gptq_p"
     if bits in (5, 6, 7) and not planar and context.declared.variant not in _CONTINUOUS - {"gptq", "gptq_v2"}:
         detail = f"{bits}-bit codes are planar or continuous with equal shapes, and the config does not say which"
-        context.refuse(detail, "it needs checkpoint_format: gptq_p")
+        context.refuse(detail, "set checkpoint_format in config.json: gptq_p for planar codes")
     return bits
 
 

@@ -72,7 +72,7 @@ class HqqSizes(NamedTuple):
         """Return why the library does not write such a matrix, or None."""
         numbers = self.rows * self.columns
         if not all(0 < size <= MAX_FEATURES for size in (self.rows, self.columns)) or self.axis not in (0, 1):
-            return f"{self.rows} x {self.columns} with groups along axis {self.axis}"
+            return f"sizes {self.rows} x {self.columns} with groups along axis {self.axis} are out of range"
         if not 0 < self.group <= numbers or numbers % self.group:
             return f"groups of {self.group} codes do not divide {self.rows} x {self.columns}"
         if self.bits != 3 and self.grouped[0] % self.codes_per_element:

@@ -73,7 +73,7 @@ class KtAmx(Format):
         step = _BYTES * 8 // self.bits
         if rows * columns * nodes != spec.n * spec.k or rows % _ROWS or columns % step:
             detail = f"{nodes} NUMA nodes of {spec.n} x {spec.k}: each needs a multiple of {_ROWS} rows, {step} columns"
-            raise MoeqError("usage.target", f"{spec.role}: {detail}", f"another {option('numa')}")
+            raise MoeqError("usage.target", f"{spec.role}: {detail}", f"choose another {option('numa')}")
         found = {}
         for node in range(nodes):
             found[weight_part(node)] = PartSig("I8", (rows * columns * self.bits // 8,))

@@ -179,7 +179,7 @@ class TorchAoInt(_TorchAo):
         half = 1 << (spec.bits - 1)
         codes = parts["_weight_qdata"].to(torch.int16) + half
         if not bool(((codes >= 0) & (codes < 2 * half)).all()):
-            raise MoeqError("source.bad-data", f"some codes are none of {spec.bits} bits, {-half} to {half - 1}")
+            raise MoeqError("source.bad-data", f"some codes do not fit {spec.bits} bits, {-half} to {half - 1}")
         shape = (spec.n, spec.num_groups)
         stored = parts.get("_weight_zero_point")
         zeros = None

@@ -55,7 +55,9 @@ def test_files_without_an_index() -> None:
     assert chosen("b", "model.safetensors") == Weights(("model.safetensors",))
     several = chosen("b.safetensors", "model.safetensors", "a.safetensors")
     assert several.files == ("model.safetensors",)
-    assert said(several) == [("files.not-loaded", "not part of model.safetensors: a.safetensors, b.safetensors")]
+    assert said(several) == [
+        ("files.not-loaded", "only model.safetensors is read, not these files: a.safetensors, b.safetensors")
+    ]
     unnamed = chosen("b.safetensors", "a.safetensors")
     assert unnamed.files == ("a.safetensors", "b.safetensors")
     text = "no index: all weight files are read, a.safetensors, b.safetensors"
@@ -70,8 +72,11 @@ def test_files_with_an_index() -> None:
     others = chosen("c.safetensors.index.json", INDEX, "d.safetensors", weight_map=tensors)
     assert others.index == INDEX
     assert said(others) == [
-        ("files.several-indices", f"several index files (c.safetensors.index.json, {INDEX}); read {INDEX}"),
-        ("files.not-in-index", f"files that {INDEX} does not mention: d.safetensors"),
+        (
+            "files.several-indices",
+            f"there are several index files (c.safetensors.index.json, {INDEX}); moeq reads {INDEX}",
+        ),
+        ("files.not-in-index", f"{INDEX} does not mention these files: d.safetensors"),
     ]
     assert chosen("d.safetensors.index.json", "c.safetensors.index.json", weight_map=tensors).index == (
         "c.safetensors.index.json"

@@ -142,7 +142,7 @@ def test_servers_that_refuse_or_hang_up(url, slept, monkeypatch) -> None:
     assert RangeReader({}, 1 << 20).read(url, "file", 0, 5) == (b"bytes", 9)
     assert slept == [0.5, 1.0]
     monkeypatch.setattr(Busy, "statuses", [0] * 4)
-    with refuses("source.network", "file: the connection was closed before the answer 4 times", "try later"):
+    with refuses("source.network", "file: the connection was closed before the answer 4 times", "try again later"):
         RangeReader({}, 1 << 20).read(url, "file", 0, 5)
     monkeypatch.setattr(Busy, "statuses", [300, 404])
     with refuses("source.network", "file: the server answered HTTP 300"):

@@ -134,7 +134,7 @@ def test_cells_that_a_sweep_lacks(text: str) -> None:
         "usage.require",
         f"--require '{text}' names no cell of this sweep",
     )
-    assert raised.value.hint == "GPU[/tpN][/epN][=BACKEND] or all; for example H100/tp8=MARLIN"
+    assert raised.value.hint == "write GPU[/tpN][/epN][=BACKEND] or all, such as H100/tp8=MARLIN"
 
 
 def test_axes_that_required_cells_name() -> None:

@@ -83,7 +83,11 @@ def opened(folder: Path) -> ExitCode | None:
         (("layout",), "nonsense/1", "nonsense/1 cannot be what was written"),
         (("ranks", 1, "intermediate"), [0, 64], "rank 1 holds 0 .. 64 after 64 of 128"),
         (("ranks", 1, "experts"), [0, 2], r"needs I32 \[2"),
-        (("ranks", 0, "matrices", "w2", "spec", "group_size"), 0, "group_size is 0, expected a size"),
+        (
+            ("ranks", 0, "matrices", "w2", "spec", "group_size"),
+            0,
+            "group_size is 0, expected a size from 1 to 1,099,511,627,775",
+        ),
         (("ranks", 0, "matrices", "w2", "tensors", "weight"), "model.norm.weight", "model.norm.weight is BF16"),
         (("ranks", 0, "matrices", "w2", "padded_k"), 96, "needs I32"),
     ],

@@ -149,7 +149,7 @@ def test_headers_with_a_fault(form: str, headers: Headers, declared: dict[str, A
 
 @pytest.mark.parametrize("writer", [None, "AutoAWQ"])
 def test_widths_that_writers_pack_differently(writer: str | None) -> None:
-    with pytest.raises(MoeqError, match="here: 8-bit AWQ, which writers pack in different orders") as caught:
+    with pytest.raises(MoeqError, match="here: writers pack 8-bit AWQ in different orders") as caught:
         described("awq", AWQ | {"qweight": ("I32", (64, 8)), "qzeros": ("I32", (2, 8))}, writer=writer)
     assert caught.value.code == "source.unsupported-format"
 
