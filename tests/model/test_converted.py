@@ -80,8 +80,8 @@ TENSOR = "model.layers.0.mlp.experts.w2_scale"
             "layer 0: model.layers.0.mlp.experts.w2_weight is I32 [4, 8, 512] (65,536 bytes), marlin-wna16/1 needs I32 "
             "[4, 8, 1024] (131,072 bytes)",
         ),
-        ("whole", ("model", "moe_layers"), [0, 2], "moe_layers or experts_per_layer does not fit layers"),
-        ("whole", ("model", "experts_per_layer"), [4], "moe_layers or experts_per_layer does not fit layers"),
+        ("whole", ("model", "moe_layers"), [0, 2], "moeq.json: model: moe_layers or experts_per_layer does not"),
+        ("whole", ("model", "experts_per_layer"), [4], "moeq.json: model: moe_layers or experts_per_layer does not"),
         ("whole", ("model", "experts_per_layer"), [4, 5], "moeq.json: model: layer 1 has 5 experts, layers has 4"),
         ("whole", ("model", "schemes", 0, "layers"), [0], "moeq.json: model: no scheme covers layer 1"),
         (
