@@ -65,9 +65,9 @@ class MoeqError(Exception):
 
 def listed(items: Iterable[object], limit: int = 5, separator: str = ", ") -> str:
     """Name the first `limit` items, and say how many more there are."""
-    known = list(items)
-    shown = separator.join(map(str, known[:limit]))
-    return shown if len(known) <= limit else f"{shown} and {len(known) - limit:,} more"
+    names = list(items)
+    shown = separator.join(map(str, names[:limit]))
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit:,} more"
 
 
 def as_moeq_error(error: BaseException) -> MoeqError:

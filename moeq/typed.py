@@ -65,8 +65,8 @@ def check_depth(value: Any, where: str, code: str) -> None:
         depth += 1
         if depth > MAX_DEPTH:
             raise MoeqError(code, f"{where}: brackets are nested more than {MAX_DEPTH} deep")
-        held = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
-        level = [inner for items in held for inner in items if isinstance(inner, (dict, list))]
+        groups = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
+        level = [inner for items in groups for inner in items if isinstance(inner, (dict, list))]
 
 
 class _Reader:

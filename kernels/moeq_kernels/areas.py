@@ -46,8 +46,8 @@ class Area:
 
     def view(self, *shape: int) -> Area:
         """Reshape a contiguous area; one size may be -1."""
-        known = math.prod(size for size in shape if size >= 0)
-        shape = tuple(self.numel() // known if size < 0 else size for size in shape)
+        fixed_size = math.prod(size for size in shape if size >= 0)
+        shape = tuple(self.numel() // fixed_size if size < 0 else size for size in shape)
         return replace(self, shape=shape, strides=contiguous(shape))
 
     def cast(self, dtype: torch.dtype) -> Area:

@@ -126,8 +126,8 @@ def _layer(
 
 def _roots(given: dict[str, SortedProducts | None]) -> dict[str, Tensor]:
     """Return the tensors of products by name, rows of pairs as `name_rows`."""
-    there = {name: one for name, one in given.items() if one is not None}
-    return {name: one.values for name, one in there.items()} | {f"{name}_rows": one.rows for name, one in there.items()}
+    parts = {name: one for name, one in given.items() if one is not None}
+    return {name: one.values for name, one in parts.items()} | {f"{name}_rows": one.rows for name, one in parts.items()}
 
 
 def _areas(roots: dict[str, Tensor]) -> dict[str, Area]:

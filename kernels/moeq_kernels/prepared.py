@@ -127,8 +127,8 @@ class PreparedLayer:
 
     def workspace_bytes(self, tokens: int | None = None) -> int:
         """Return the workspace bytes that are enough for every call of up to `tokens` (default: max_tokens) tokens."""
-        most = self.max_tokens
-        return workspace_bytes(self.family, self.problem, most if tokens is None else tokens, most)
+        limit = self.max_tokens
+        return workspace_bytes(self.family, self.problem, limit if tokens is None else tokens, limit)
 
     def warm(self, max_tokens: int | None = None) -> Warmed:
         """Compile and load all kernels for 1 to max_tokens tokens. Raises KernelEnvironmentError if one fails."""
@@ -272,10 +272,10 @@ class PreparedLayer:
         with self._program.lock, torch.cuda.device(device):
             enter(device)
             for area, swizzle, block in list(self._program.maps)[len(self._maps) :]:
-                made = TensorMap(area, swizzle, block, promotion_of(self.problem.gpu))
-                made.at(self._tensors[area.root].data_ptr() + area.offset)
-                self._kept.append(made)
-                self._maps.append(made.address)
+                descriptor = TensorMap(area, swizzle, block, promotion_of(self.problem.gpu))
+                descriptor.at(self._tensors[area.root].data_ptr() + area.offset)
+                self._kept.append(descriptor)
+                self._maps.append(descriptor.address)
 
     def _run_aligned(self, *given: Any) -> None:
         """Run on copies, because an address is no multiple of 16 bytes."""
@@ -459,13 +459,13 @@ def prepare_for(
     reason = "portable kernels were asked for" if portable else None
     if family is None:
         reason = reason or support.unsupported_reason(problem)
-        against = next(mma.reasons(problem), None)
-        if against and reason and not portable and mma.on(problem):
-            reason = against  # a reason that lies in the GPU would not help, as it cannot be changed
-        other = "portable" if against else "mma-w4a16"
-        family = other if reason else support.family(problem)
-    early = dependent and not problem.interpret and problem.gpu.capability >= (9, 0)
-    problem = replace(problem, dependent=early)
+        mma_reason = next(mma.reasons(problem), None)
+        if mma_reason and reason and not portable and mma.on(problem):
+            reason = mma_reason  # a reason that lies in the GPU would not help, as it cannot be changed
+        fallback = "portable" if mma_reason else "mma-w4a16"
+        family = fallback if reason else support.family(problem)
+    is_dependent = dependent and not problem.interpret and problem.gpu.capability >= (9, 0)
+    problem = replace(problem, dependent=is_dependent)
     return PreparedLayer(family, problem, tensors, device, max_tokens, reason, plan)
 
 

@@ -67,11 +67,11 @@ def most_tiles(pairs: int, tile: int, experts: int) -> int:
 
 def room(problem: Problem, arena: Arena, pairs: int, tile: int, to_clear: int = 0) -> Sorted:
     """Allocate the buffers for sorted pairs, with `to_clear` counters."""
-    most = most_tiles(pairs, tile, problem.experts)
+    num_tiles = most_tiles(pairs, tile, problem.experts)
     return Sorted(
         pair_of_row=arena.take(torch.int32, pairs),
         inverse=arena.take(torch.int32, pairs),
-        tiles=arena.take(torch.int32, most, 8),
+        tiles=arena.take(torch.int32, num_tiles, 8),
         num_tiles=arena.take(torch.int32, 8),
         cleared=arena.take(torch.int32, to_clear),
     )

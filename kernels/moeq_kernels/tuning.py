@@ -63,6 +63,6 @@ def choose_blocks(
         return Blocks(m, 64, 64, num_warps=4, num_stages=3)
     # Wider tiles of these formats spill on sm_100 (e2m1 with triton 3.9 and 3.6, bytes and floats with 3.7).
     e2m1 = (("marlin4", "e2m1"), ("marlin4-permuted", "e2m1"), ("hopper4", "e2m1"))
-    most = (*e2m1, ("rows", "uint8"), ("rows", "float"))
-    n = 64 if (fmt.codec, fmt.kind) in most else 128
+    narrow_formats = (*e2m1, ("rows", "uint8"), ("rows", "float"))
+    n = 64 if (fmt.codec, fmt.kind) in narrow_formats else 128
     return Blocks(m, n, 64, num_warps=8, num_stages=3 if shared > 100 * 1024 else 2)

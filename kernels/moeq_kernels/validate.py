@@ -166,15 +166,15 @@ def _check_indices(name: str, tensor: Tensor, bound: int) -> None:
 
     Kernels mask indices out of range, so nothing is read beyond the tensors if a check is left out.
     """
-    seen = (0 if tensor.is_inference() else tensor._version), bound
-    if tensor.device.type == "meta" or _checked.get(tensor) == seen:
+    state = (0 if tensor.is_inference() else tensor._version), bound
+    if tensor.device.type == "meta" or _checked.get(tensor) == state:
         return
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     if tensor.numel():
         low, high = int(tensor.min()), int(tensor.max())
         require(low >= 0 and high < bound, f"{name} ranges from {low} to {high}; indices are 0 to {bound - 1}")
-    _checked[tensor] = seen
+    _checked[tensor] = state
 
 
 def _check_second_scales(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format) -> None:

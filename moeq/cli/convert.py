@@ -123,8 +123,8 @@ def _warn_of_code(out: Output, job: Job) -> None:
         out.warning(f"these files are left out, since not every system allows such names: {shown}")
     code, left_out = job.side_files.code, job.side_files.no_code
     if code and not left_out:
-        told = "engines run it where they are told to; --no-code drops it"
-        out.warning(f"the source's code is copied: {listed(code)}; {told}")
+        advice = "engines run it where they are told to; --no-code drops it"
+        out.warning(f"the source's code is copied: {listed(code)}; {advice}")
 
 
 def _planned(path: Path, given: options.GivenDeployment, own: ConvertOptions) -> tuple[Deployment, ConvertOptions, str]:
@@ -135,8 +135,8 @@ def _planned(path: Path, given: options.GivenDeployment, own: ConvertOptions) ->
     if plan.request is None:  # written by an older version
         return given.make(), own, plan.digest
     deployment = plan.request.deployment if given.empty else given.make()
-    asked = {name: value for name, value in asdict(own).items() if value not in (None, False)}
-    return deployment, replace(plan.request.options, **asked), plan.digest
+    changed = {name: value for name, value in asdict(own).items() if value not in (None, False)}
+    return deployment, replace(plan.request.options, **changed), plan.digest
 
 
 def document(conversion: Conversion) -> dict[str, Any]:
@@ -272,8 +272,8 @@ def _render_proof(console: Console, conversion: Conversion) -> None:
     losses = sum(entry.losses for entry in manifest.layers)
     if losses:
         lossy = (layout_class(entry.layout) for entry in manifest.layers if entry.losses)
-        whose = ", and as the engine itself changes them at load" if all(one.lossy_as_engine for one in lossy) else ""
-        line(console, "lossy", f"{losses} stored numbers were changed, as was allowed{whose}; the rest is proven equal")
+        note = ", and as the engine itself changes them at load" if all(one.lossy_as_engine for one in lossy) else ""
+        line(console, "lossy", f"{losses} stored numbers were changed, as was allowed{note}; the rest is proven equal")
     else:
         line(console, "proof", f"{units} of {units} packed matrices unpacked again and equal to the source")
     kept = len(manifest.restore.kept) if manifest.restore else 0

@@ -44,10 +44,10 @@ def render(console: Console, found: Difference) -> None:
     """Print the answer for people."""
     from rich.text import Text
 
-    same = found.projections - len(found.differing)
+    num_equal = found.projections - len(found.differing)
     state = "equal" if found.equal else "different"
     console.print(Text.assemble((state, "bold"), f": {found.left} and {found.right}"))
-    console.print(f"  experts   {same} of {found.projections} projections have equal values")
+    console.print(f"  experts   {num_equal} of {found.projections} projections have equal values")
     if found.worst is not None:
         console.print(f"  worst     {line(found.worst)}")
     for row in found.differing[:_SHOWN]:

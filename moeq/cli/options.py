@@ -174,8 +174,8 @@ class GivenDeployment:
         from moeq.deploy.options import read_deploy_file
 
         file = self.options["deploy"]
-        here = {name: value for name, value in self.options.items() if value is not None and name != "deploy"}
-        return {**(read_deploy_file(file) if file else {}), **here}
+        typed = {name: value for name, value in self.options.items() if value is not None and name != "deploy"}
+        return {**(read_deploy_file(file) if file else {}), **typed}
 
     @property
     def empty(self) -> bool:
@@ -249,7 +249,7 @@ def _packages(given: list[str] | None) -> dict[str, bool] | None:
     pairs = _pairs("package", given)
     if pairs is None:
         return None
-    wrong = [value for value in pairs.values() if value.lower() not in _WORDS]
-    if wrong:
-        raise MoeqError("usage.deployment", f"--package takes NAME=yes or NAME=no, not {wrong[0]}")
+    unknown = [value for value in pairs.values() if value.lower() not in _WORDS]
+    if unknown:
+        raise MoeqError("usage.deployment", f"--package takes NAME=yes or NAME=no, not {unknown[0]}")
     return {key: _WORDS[value.lower()] for key, value in pairs.items()}

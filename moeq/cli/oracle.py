@@ -261,10 +261,10 @@ def _cells(
     found: dict[str, list[Cell]] = {}
     for where in deployments(base, gpus, tps, eps):
         answered = answer(checkpoint, Question(where), brief=True)
-        nothing = answered.error is not None and answered.error.code == "answer.nothing-to-convert"
+        is_empty = answered.error is not None and answered.error.code == "answer.nothing-to-convert"
         for part in answered.parts:
             error = part.error or answered.error
-            refused = None if error is None or nothing else error.message
+            refused = None if error is None or is_empty else error.message
             loaders = tuple(loader.title for loader in part.choice.loaders) if part.choice else ()
             cell = Cell(where.gpu.name, where.tp, where.ep, part.verdict, refused, loaders)
             found.setdefault(part.verdict.scheme, []).append(cell)

@@ -118,11 +118,11 @@ class ProgressReport:
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
-        what = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+        label = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True))
         facts = TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True, justify="right"))
         console = self._out.stderr
         bar = BarColumn(bar_width=min(24, console.width // 6))
-        self._bar = Progress(what, bar, facts, console=console, transient=True, expand=True)
+        self._bar = Progress(label, bar, facts, console=console, transient=True, expand=True)
         self._bar.start()
         self._out.live = console  # notes are printed above the bar, not into it
         self._task = self._bar.add_task(self._title, total=None, facts="")

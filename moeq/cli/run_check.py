@@ -140,8 +140,8 @@ def _announce(out: Output, found: Workload) -> None:
 
 def complaints(report: CheckReport) -> list[str]:
     """List what is wrong, the digests first."""
-    wrong = [row.text for row in report.digest_mismatches]
-    return wrong + [text for result in report.results for text in result.complaints]
+    mismatches = [row.text for row in report.digest_mismatches]
+    return mismatches + [text for result in report.results for text in result.complaints]
 
 
 def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path | None, command: str) -> list[MoeqError]:

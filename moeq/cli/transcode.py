@@ -137,8 +137,8 @@ def render(console: Console, found: Transcoding) -> None:
         console.print(f"  proof     exact: {found.projections} of {found.projections} projections equal in every value")
     else:
         changed = {loss.module.removesuffix(".input_global_scale") for loss in found.losses}
-        same = found.projections - len(changed)
-        console.print(f"  proof     not exact: {same} of {found.projections} projections equal in every value")
+        num_equal = found.projections - len(changed)
+        console.print(f"  proof     not exact: {num_equal} of {found.projections} projections equal in every value")
     for loss in found.losses[:_SHOWN]:
         console.print(f"    {loss.text}", markup=False)
     more(console, len(found.losses), _SHOWN, indent=4)

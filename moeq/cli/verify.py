@@ -60,8 +60,8 @@ def render(console: Console, found: Verification) -> None:
     """Print the answer for people."""
     from rich.text import Text
 
-    held = "every byte is as moeq.json records it" if found.source is None else "the values that were converted"
-    verdict = held if found.ok else counted(len(found.mismatches), "mismatch", "mismatches")
+    claim = "every byte is as moeq.json records it" if found.source is None else "the values that were converted"
+    verdict = claim if found.ok else counted(len(found.mismatches), "mismatch", "mismatches")
     console.print(Text.assemble(("verified" if found.ok else "DIFFERENT", "bold"), f": {verdict}"))
     proven = "as moeq.json records them" if found.source is None else "proven from the packed tensors"
     console.print(f"  experts   {found.units} projections {proven}")

@@ -185,8 +185,8 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         if not isinstance(found, PackingExpertsSource):
             raise MoeqError("usage.already-converted", f"{asked.source} is converted", "load it without packing_config")
         is_half = model.dtype == torch.float16
-        where = Deployment(detect_gpu() or parse_gpu("A100"), engine=BUILTIN, dtype="fp16" if is_half else "bf16")
-        found.decide(where, "all" if asked.prove_all else "sample")
+        deployment = Deployment(detect_gpu() or parse_gpu("A100"), engine=BUILTIN, dtype="fp16" if is_half else "bf16")
+        found.decide(deployment, "all" if asked.prove_all else "sample")
         return found
 
     def _entry(self, layer: int) -> LayerEntry:

@@ -243,20 +243,20 @@ class AiterFnuz(_AiterFp8):
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
         matrix = super().unpack(parts, spec)
         signed = _unpacked_bits(parts["zero_sign"])
-        wrong = int((matrix.codes[signed] != 0).sum())
-        if wrong:
-            text = f"{self.id}: zero_sign names {wrong} codes of {spec.role} that are not 0"
+        num_wrong = int((matrix.codes[signed] != 0).sum())
+        if num_wrong:
+            text = f"{self.id}: zero_sign names {num_wrong} codes of {spec.role} that are not 0"
             raise MoeqError("source.bad-data", text)
         return replace(matrix, codes=matrix.codes.masked_fill(signed, NEGATIVE_ZERO))
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         import torch
 
-        beyond = int((~torch.isfinite(self.encode("scale", matrix))).sum())
-        if beyond:
+        num_infinite = int((~torch.isfinite(self.encode("scale", matrix))).sum())
+        if num_infinite:
             raise MoeqError(
                 "usage.scale-range",
-                f"{self.id} stores scales times 2, which is infinite for {beyond} scales of {matrix.spec.role}",
+                f"{self.id} stores scales times 2, which is infinite for {num_infinite} scales of {matrix.spec.role}",
                 "moeq oracle SRC lists the backends that read the scales as they are",
             )
         super().check_values(matrix)

@@ -69,11 +69,11 @@ class FlashInferB12xNVFP4(TiledNVFP4):
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         products = matrix.scales.float() * global_scale_of(matrix)[0]
-        beyond = int((~(products.abs() <= E4M3_MAX)).sum())  # how torch casts these depends on its version
-        if beyond:
+        num_beyond = int((~(products.abs() <= E4M3_MAX)).sum())  # how torch casts these depends on its version
+        if num_beyond:
             raise MoeqError(
                 "usage.scale-range",
-                f"{self.id} stores scales times the global scale, which E4M3 cannot hold for {beyond} of "
+                f"{self.id} stores scales times the global scale, which E4M3 cannot hold for {num_beyond} of "
                 f"{matrix.scales.numel()} scales of {matrix.spec.role}",
                 "moeq oracle SRC lists the backends that keep the global scale",
             )

@@ -98,14 +98,14 @@ class Fp8Layout(Layout):
     def _check_shared(self, matrix: QuantizedMatrix, rows: int) -> None:
         scales = matrix.scales
         bits = scales.contiguous().view(word_dtype(8 * scales.element_size()))  # 0 is not -0
-        first = bits[::rows].repeat_interleave(rows, dim=0)[: len(bits)]
-        differ = int((bits != first).any(dim=1).sum())
-        if not differ:
+        expected = bits[::rows].repeat_interleave(rows, dim=0)[: len(bits)]
+        num_different = int((bits != expected).any(dim=1).sum())
+        if not num_different:
             return
         if self.scope == "tensor":
             text = f"{matrix.spec.role} has several scales: {_some(scales)}"
         else:
-            text = f"{differ} rows of {matrix.spec.role} have other scales than the first of their {rows}"
+            text = f"{num_different} rows of {matrix.spec.role} have other scales than the first of their {rows}"
         raise MoeqError(
             "usage.scales-not-shared",
             f"{self.id} holds one scale per {'matrix' if self.scope == 'tensor' else 'block'}, but {text}",

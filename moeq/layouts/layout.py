@@ -139,13 +139,13 @@ class Layout(ABC):
     @classmethod
     def how_to_allow(cls) -> str:
         """Say what a user may do where numbers would change."""
-        same = (
+        note = (
             "the numbers that the engine itself makes of this checkpoint at every start; "
             if cls.lossy_as_engine
             else ""
         )
         return (
-            f"{option('allow_lossy', True)} writes them ({same}moeq restore still gives back every byte of the source)"
+            f"{option('allow_lossy', True)} writes them ({note}moeq restore still gives back every byte of the source)"
         )
 
     @abstractmethod
@@ -320,18 +320,18 @@ class Layout(ABC):
         spec = matrix.spec
         if matrix.zeros is not None:
             high = (1 << spec.bits) - 1
-            outside = int(((matrix.zeros < 0) | (matrix.zeros > high)).sum())
-            if outside:
+            num_outside = int(((matrix.zeros < 0) | (matrix.zeros > high)).sum())
+            if num_outside:
                 raise MoeqError(
                     "usage.zero-point-range",
-                    f"{outside} of {matrix.zeros.numel()} zero points of {spec.role} are outside 0 .. {high}, "
+                    f"{num_outside} of {matrix.zeros.numel()} zero points of {spec.role} are outside 0 .. {high}, "
                     f"which is all that {self.id} can store (GPTQ v1 files can hold {high + 1})",
                 )
-        lost = 0 if self.allow_lossy else self.losses(matrix)
-        if lost:
+        num_lost = 0 if self.allow_lossy else self.losses(matrix)
+        if num_lost:
             raise MoeqError(
                 "answer.lossy",
-                f"{self.id} would change {lost} stored values of {spec.role}{self._measured(matrix)}: {self.lossy}",
+                f"{self.id} would change {num_lost} stored values of {spec.role}{self._measured(matrix)}: {self.lossy}",
                 self.how_to_allow(),
             )
 

@@ -51,8 +51,8 @@ def _lines(answer: Answer, facts: dict[str, Any]) -> list[tuple[str, str]]:
         parts = f"experts {human_bytes(memory['experts_per_rank'])}, the rest {human_bytes(memory['rest_per_rank'])}"
         rows.append(("memory", f"{at_rest} of weights per rank ({parts}), key-value cache and activations beside them"))
         if memory["engine_repack_bytes"]:
-            more = human_bytes(memory["engine_repack_bytes"])
-            rows.append(("", f"{more} more while the engine repacks the source at load, none for a converted folder"))
+            extra = human_bytes(memory["engine_repack_bytes"])
+            rows.append(("", f"{extra} more while the engine repacks the source at load, none for a converted folder"))
         if memory["gpu_bytes"]:
             rows.append(("", f"the GPU has {human_bytes(memory['gpu_bytes'])}"))
     if facts["convert"] and facts["serve"]:

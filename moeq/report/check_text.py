@@ -60,13 +60,13 @@ def _digests(console: Console, report: CheckReport) -> None:
     if not report.digests_checked:
         line(console, "digests", f"not checked ({option('digests', False)})")
         return
-    wrong = report.digest_mismatches
-    equal = report.digests_checked - len(wrong)
+    mismatches = report.digest_mismatches
+    equal = report.digests_checked - len(mismatches)
     line(console, "digests", f"{equal} of {report.digests_checked} projections hold the values recorded in moeq.json")
-    for mismatch in wrong[:MOST_LINES]:
+    for mismatch in mismatches[:MOST_LINES]:
         line(console, "", Text(mismatch.text, style="red"))
-    if len(wrong) > MOST_LINES:
-        line(console, "", f"and {len(wrong) - MOST_LINES} more")
+    if len(mismatches) > MOST_LINES:
+        line(console, "", f"and {len(mismatches) - MOST_LINES} more")
 
 
 def _sample(sample: Sample) -> str:

@@ -66,11 +66,11 @@ def packed_matrices(layer: LayerEntry) -> int:
 
 
 def _deployment(manifest: Manifest) -> str:
-    asked = manifest.deployment
-    gpu = asked.get("gpu") or {}
+    deployment = manifest.deployment
+    gpu = deployment.get("gpu") or {}
     parts = [str(gpu.get("name", "any device"))]
-    parts += [f"{name.upper()} {asked[name]}" for name in ("tp", "ep") if asked.get(name, 1) != 1]
-    return ", ".join([*parts, str(asked.get("dtype", "")), str(asked.get("engine", ""))])
+    parts += [f"{name.upper()} {deployment[name]}" for name in ("tp", "ep") if deployment.get(name, 1) != 1]
+    return ", ".join([*parts, str(deployment.get("dtype", "")), str(deployment.get("engine", ""))])
 
 
 def render_summary(destination: str, plan: Plan, manifest: Manifest, seconds: float) -> str:

@@ -82,14 +82,14 @@ def _failures(report: CheckReport) -> list[str]:
 
 def _facts(report: CheckReport, provenance: Provenance | None) -> dict[str, str]:
     passed = sum(result.passed for result in report.results)
-    wrong = len(report.digest_mismatches)
+    num_wrong = len(report.digest_mismatches)
     checked = report.digests_checked
     return {
         "reference": report.source or "the converted checkpoint's own logical values",
         "format": report.scheme,
         "layout": f"{report.layout}, for {report.backend}",
         "kernels": f"{report.device}, {report.dtype} activations, seed {report.seed}",
-        "digests": f"{checked - wrong} of {checked} as recorded" if checked else "not checked",
+        "digests": f"{checked - num_wrong} of {checked} as recorded" if checked else "not checked",
         "products": f"{passed} of {len(report.results)} within tolerance" if report.results else "no kernel was run",
         "layers": f"{len(report.layers)} of {report.layers_in_checkpoint} run",
         **_made(report, provenance),

@@ -39,15 +39,15 @@ def _suite(root: ET.Element, name: str, cases: list[_Case]) -> None:
 def _digests(report: CheckReport) -> Iterable[_Case]:
     if not report.digests_checked:
         return
-    wrong: dict[int, list[str]] = {}
+    complaints: dict[int, list[str]] = {}
     for mismatch in report.digest_mismatches:
-        wrong.setdefault(mismatch.layer, []).append(mismatch.text)
+        complaints.setdefault(mismatch.layer, []).append(mismatch.text)
     yield (
         "all",
         f"{report.digests_checked} projections",
-        None if not wrong else f"{len(report.digest_mismatches)} differ",
+        None if not complaints else f"{len(report.digest_mismatches)} differ",
     )
-    for layer, texts in wrong.items():
+    for layer, texts in complaints.items():
         yield f"layer{layer}", "logical digests", "\n".join(texts)
 
 

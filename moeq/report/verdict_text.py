@@ -63,8 +63,8 @@ def render_conversion(console: Console, answer: Answer, part: LayerGroup) -> Non
         line(console, "loads in", loads_in(part.choice.loaders))
     else:
         error = part.error or answer.error
-        told = error is not None and error.message == part.verdict.refusal  # by the verdict, a line above
-        refused = "no, for the same reason" if told else f"no: {error.message}" if error else None
+        is_same_reason = error is not None and error.message == part.verdict.refusal  # by the verdict, a line above
+        refused = "no, for the same reason" if is_same_reason else f"no: {error.message}" if error else None
         line(console, "convert", refused or "its layers are copied unchanged", "red")
     for advisory in part.verdict.advisories:
         line(console, "advisory", f"{advisory.code}: {advisory.symptom}", "yellow")
@@ -132,9 +132,9 @@ def reasons_text(
     Where the engine does not load the source's names, it works with what `moeq convert` writes (`converted`).
     """
     if candidate.supported:
-        nothing = "" if candidate.layout else f" (nothing to convert to: {candidate.no_layout})"
+        remark = "" if candidate.layout else f" (nothing to convert to: {candidate.no_layout})"
         how = option("backend", candidate.flag) if candidate.flag else f"without {option('backend')}"
-        return f"works {'converted' if converted else 'too'}: {how}{nothing}"
+        return f"works {'converted' if converted else 'too'}: {how}{remark}"
     reasons = [reason.text for reason in candidate.reasons if reason.text not in told]
     shown = reasons if verbose else reasons[:1]
     text = "; ".join(shown)
@@ -158,10 +158,10 @@ def _leader(ranks: list[RankedBackend], phase: str) -> str:
     first, *others = ranks
     if not others:
         return f"{first.backend}, the only one that was measured"
-    second = others[0]
-    times_slower = float(getattr(second, phase))
-    tied = "" if times_slower - 1 > max(first.median, second.median) else ", within the error"
-    return f"{first.backend}, {times_slower:.2f} x as fast as {second.backend}{tied}"
+    runner_up = others[0]
+    times_slower = float(getattr(runner_up, phase))
+    tied = "" if times_slower - 1 > max(first.median, runner_up.median) else ", within the error"
+    return f"{first.backend}, {times_slower:.2f} x as fast as {runner_up.backend}{tied}"
 
 
 def render_ranking(console: Console, ranking: Ranking) -> None:

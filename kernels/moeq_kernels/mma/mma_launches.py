@@ -57,8 +57,8 @@ def plan_for(problem: Problem, tokens: int) -> MmaPlan:
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: MmaPlan) -> list[Launch]:
     """Return the launches of a piece: sorting, both products, the sum over choices."""
     pairs = piece.ids.numel()
-    most = most_tiles(pairs, plan.tokens, problem.experts)
-    counters = most * -(-problem.intermediate // 128) if plan.gate_up_splits > 1 else 0
+    num_tiles = most_tiles(pairs, plan.tokens, problem.experts)
+    counters = num_tiles * -(-problem.intermediate // 128) if plan.gate_up_splits > 1 else 0
     found = room(problem, arena, pairs, plan.tokens, counters)
     middle = arena.take(problem.dtype, pairs, problem.intermediate)
     finer = KINDS[kind_of(problem.w2)].keeps_extra_bit or problem.w2.bias is not None
@@ -75,14 +75,14 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: MmaPlan) -> lis
 def _product(
     problem: Problem, plan: MmaPlan, matrix: PackedMatrix, rows: Sorted, x: Area, out: Area, arena: Arena
 ) -> Launch:
-    first = matrix is problem.w13
-    epilogue = problem.epilogue if first else PLAIN
-    splits = plan.gate_up_splits if first else plan.down_splits
+    is_gate_up = matrix is problem.w13
+    epilogue = problem.epilogue if is_gate_up else PLAIN
+    splits = plan.gate_up_splits if is_gate_up else plan.down_splits
     columns, pairs = out.shape[-1], rows.pair_of_row.numel()
     paired = epilogue.gated and not epilogue.interleaved
     blocks = -(-columns // (128 if epilogue.gated else 256))
     weight: Area = matrix.weight.cast(torch.uint8)
-    shared = first and splits > 1
+    shared = is_gate_up and splits > 1
     arguments = {
         "x": x,
         "w": weight,
@@ -92,7 +92,7 @@ def _product(
         "partial": arena.take(torch.float32, splits, pairs, 2 * columns) if shared else None,
         "arrived": rows.cleared if shared else None,
         "tiles": rows.tiles,
-        "pair_of_row": rows.pair_of_row if first else None,
+        "pair_of_row": rows.pair_of_row if is_gate_up else None,
         "top_k": problem.top_k,
         "eights_x": x.strides[0] // 8,
         "features": min(x.shape[1], matrix.k),
@@ -118,7 +118,7 @@ def _product(
         "KIND": kind_of(matrix),
         "EPILOGUE": epilogue,
         "SPLITS": splits,
-        "GATHER": first,
+        "GATHER": is_gate_up,
         "ROWS": plan.rows,
         "OLD": problem.gpu.capability < (9, 0),
     }

@@ -390,11 +390,11 @@ def _places(layer: Any, held: int) -> Callable[[], tuple[int, ...]] | None:
 
 def _check_options() -> None:
     """Raise MoeqError `usage.load-format` or `usage.offload` if experts would not be at the kernels' addresses."""
-    asked = get_server_args().load_format
-    if asked not in LOAD_FORMATS:
+    option = get_server_args().load_format
+    if option not in LOAD_FORMATS:
         raise MoeqError(
             "usage.load-format",
-            f"--load-format {asked} does not read the folder's tensors as they are, so the plug-in would not see them",
+            f"--load-format {option} does not read the folder's tensors as they are, so the plug-in would not see them",
             f"start with --load-format {', '.join(LOAD_FORMATS[:-1])} or {LOAD_FORMATS[-1]}",
         )
     offload = get_exec().offload
@@ -410,5 +410,5 @@ def _most_tokens() -> int:
     """Return the largest number of tokens in a step: a chunk of prompts for every rank of data parallelism."""
     arguments = get_server_args()
     chunk = getattr(arguments, "chunked_prefill_size", None) or 0
-    more = getattr(arguments, "max_prefill_tokens", None) or 0
-    return max(chunk, more, MOST_TOKENS) * max(1, getattr(arguments, "dp_size", None) or 1)
+    prefill = getattr(arguments, "max_prefill_tokens", None) or 0
+    return max(chunk, prefill, MOST_TOKENS) * max(1, getattr(arguments, "dp_size", None) or 1)

@@ -207,8 +207,8 @@ def method_of(original: dict[str, Any]) -> str:
     method = str(original["quant_method"])
     if method != "modelopt":
         return method
-    alike = [get_quantization_config(name) for name in QUANTIZATION_METHODS if name.startswith(method)]
-    answers = (config.override_quantization_method(original, None, hf_config=None) for config in alike)
+    classes = [get_quantization_config(name) for name in QUANTIZATION_METHODS if name.startswith(method)]
+    answers = (config.override_quantization_method(original, None, hf_config=None) for config in classes)
     return next((name for name in answers if name is not None), method)
 
 

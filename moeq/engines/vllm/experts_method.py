@@ -102,8 +102,8 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         self.weights = RankWeights(
             **self.specs, scheme=scheme, experts=self.part.experts, activation=moe.activation.value
         )
-        known = moe, entry, self.rank, self.weights, experts.backend
-        engine = _eplb_error() if parallel.enable_eplb else outcome(partial(_engine_experts, *known))
+        arguments = moe, entry, self.rank, self.weights, experts.backend
+        engine = _eplb_error() if parallel.enable_eplb else outcome(partial(_engine_experts, *arguments))
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
@@ -238,8 +238,8 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
                 "experts to a rank that has new ones",
                 "start the engine again with the new weights, or without --enable-eplb",
             )
-        first = tuple(expert for part in self.parts for expert in range(*part.experts))
-        return placed_experts(layer) or first
+        initial = tuple(expert for part in self.parts for expert in range(*part.experts))
+        return placed_experts(layer) or initial
 
     def check_reload(self, layer: Any) -> None:
         """Raise MoeqError `usage.reload` if the engine's kernel reads tensors computed from the stored ones."""
@@ -358,11 +358,11 @@ def _engine_experts(
             f"moeq convert SRC DST --gpu {_gpu_option()} writes a layout that they read there, if one fits: "
             f"{', '.join(BACKENDS)}",
         )
-    alike = (found, *found.instead)
+    readers = (found, *found.instead)
     asked = str(moe.moe_backend)
-    allowed = [row for row in alike if asked in ("auto", row.option)]
+    allowed = [row for row in readers if asked in ("auto", row.option)]
     if not allowed:
-        options = list(dict.fromkeys(row.option for row in alike))
+        options = list(dict.fromkeys(row.option for row in readers))
         raise MoeqError(
             "usage.moe-backend",
             f"--moe-backend {asked} was requested, but the experts are packed for {found.title}",
@@ -427,8 +427,8 @@ def _check_order(moe: Any, entry: LayerEntry, engine: EngineExperts) -> None:
     order = layout_class(entry.layout).w13_order
     wanted = "interleaved" if moe.activation is MoEActivation.SWIGLUOAI else "gate-up"
     if not engine.reader.activates and (order == "interleaved") != (wanted == "interleaved"):
-        same = [layout for layout, row in BACKENDS.items() if row.title == engine.title]
-        fitting = [layout for layout in same if layout_class(layout).w13_order == wanted]
+        siblings = [layout for layout, row in BACKENDS.items() if row.title == engine.title]
+        fitting = [layout for layout in siblings if layout_class(layout).w13_order == wanted]
         device = f"moeq oracle SRC --gpu {_gpu_option()} says which backend takes them"
         raise MoeqError(
             "answer.no-backend",

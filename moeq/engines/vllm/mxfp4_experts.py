@@ -153,13 +153,13 @@ def _wrapped(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
 
 def _fill(made: Any, stored: Any, name: str) -> None:
     """Make stored memory the memory of a tensor that the engine's preparation made without memory."""
-    like = made.storage.data
-    if like.numel() != stored.numel():
+    data = made.storage.data
+    if data.numel() != stored.numel():
         raise MoeqError(
             "internal.triton-kernels",
-            f"{name} holds {stored.numel()} bytes, and triton_kernels makes {like.numel()} of it ({tuple(like.shape)})",
+            f"{name} holds {stored.numel()} bytes, and triton_kernels makes {data.numel()} of it ({tuple(data.shape)})",
         )
-    made.storage.data = stored.view(-1).as_strided(like.shape, like.stride())
+    made.storage.data = stored.view(-1).as_strided(data.shape, data.stride())
 
 
 def _triton_kernels(values: str | None, scales: str) -> Constructor:

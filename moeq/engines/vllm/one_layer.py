@@ -114,9 +114,9 @@ def filled_layer(
         names = [one for one in names if not one.endswith(".g_idx")]
     tensors = ((one.removeprefix(prefix), read(one)) for one in names)
     load = _load_gpt_oss if _is_gpt_oss(checkpoint) else RoutedExperts.load_weights
-    taken = len(list(load(built, tensors)))
-    if taken != len(names):
-        raise MoeqError("answer.engine-layer", f"the engine took {taken} of {len(names)} tensors of layer {layer}")
+    num_taken = len(list(load(built, tensors)))
+    if num_taken != len(names):
+        raise MoeqError("answer.engine-layer", f"the engine took {num_taken} of {len(names)} tensors of layer {layer}")
     return built
 
 
@@ -124,12 +124,12 @@ def filled_layer(
 def _activations_by_method() -> Iterator[None]:
     """Give MXFP4's methods a model config in which the user asks for no other kind of activations."""
     config = get_current_vllm_config()
-    before = config.model_config
+    original = config.model_config
     config.model_config = SimpleNamespace(quantization_config=None)
     try:
         yield
     finally:
-        config.model_config = before
+        config.model_config = original
 
 
 def empty_layer(

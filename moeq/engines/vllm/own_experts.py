@@ -281,10 +281,10 @@ def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
         return "kernels for this GPU were not measured with batches by expert"
     here = gpu_of(device)
     kind = (here.backend, here.capability)
-    like = next((gpu.name for gpu in GPUS.values() if (gpu.backend, gpu.capability) == kind), None)
-    if like is None:
+    known_name = next((gpu.name for gpu in GPUS.values() if (gpu.backend, gpu.capability) == kind), None)
+    if known_name is None:
         return f"{here.name} is not a GPU that moeq has kernels for"
-    return _prepare(moe, packed, None, like).reason
+    return _prepare(moe, packed, None, known_name).reason
 
 
 def own_kernel(moe: Any, packed: PackedExperts, layer: Any, *, wait: bool) -> modular_kernel.FusedMoEKernel:
@@ -344,25 +344,25 @@ def _prepare(moe: Any, packed: PackedExperts, num_experts: int | None, gpu: str 
 
 def check_adapters(moe: Any) -> None:
     """Raise MoeqError `answer.no-kernel` if the engine was started for adapters that moeq's kernels do not take."""
-    asked = get_current_vllm_config().lora_config
-    if asked is None:
+    lora = get_current_vllm_config().lora_config
+    if lora is None:
         return
-    if asked.max_lora_rank > MAX_RANK:
+    if lora.max_lora_rank > MAX_RANK:
         raise MoeqError(
             "answer.no-kernel",
-            f"moeq's kernels take adapters of rank {MAX_RANK} at most, and --max-lora-rank is {asked.max_lora_rank}",
+            f"moeq's kernels take adapters of rank {MAX_RANK} at most, and --max-lora-rank is {lora.max_lora_rank}",
             f"start with --max-lora-rank {MAX_RANK}",
         )
-    if asked.fully_sharded_loras:
+    if lora.fully_sharded_loras:
         raise MoeqError(
             "answer.no-kernel",
             "moeq's kernels take adapters whose ranks are whole, and --fully-sharded-loras splits them",
             "start without --fully-sharded-loras",
         )
-    if asked.lora_dtype not in ("auto", None, moe.in_dtype):
+    if lora.lora_dtype not in ("auto", None, moe.in_dtype):
         raise MoeqError(
             "answer.no-kernel",
-            f"adapters are {asked.lora_dtype}, and moeq's kernels take them in the model's {moe.in_dtype}",
+            f"adapters are {lora.lora_dtype}, and moeq's kernels take them in the model's {moe.in_dtype}",
             "start with --lora-dtype auto",
         )
 

@@ -68,12 +68,12 @@ class MarlinFp8(_MarlinBytes):
     def check_values(self, matrix: QuantizedMatrix) -> None:
         import torch
 
-        beyond = int((~torch.isfinite(self.encode("scale", matrix))).sum())
-        if beyond:
+        num_infinite = int((~torch.isfinite(self.encode("scale", matrix))).sum())
+        if num_infinite:
             largest = float(_numbers(matrix).max())
             raise MoeqError(
                 "usage.scale-range",
-                f"{self.id} stores scales times 2**{self.exponent}, which is infinite for {beyond} of "
+                f"{self.id} stores scales times 2**{self.exponent}, which is infinite for {num_infinite} of "
                 f"{matrix.scales.numel()} scales of {matrix.spec.role} (the largest is {largest:g})",
                 "moeq oracle SRC lists the backends that read the scales as they are",
             )

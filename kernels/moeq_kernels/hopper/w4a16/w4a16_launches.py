@@ -142,8 +142,8 @@ def sorting(
     pairs, hidden = piece.ids.numel(), problem.hidden
     rows = room(problem, arena, pairs, tile, counters(problem, plan, most_tiles(pairs, tile, problem.experts)))
     # The queue kernel reads its first weights while `gather_rows` copies tokens.
-    few = pairs <= MAX_FEW_PAIRS and not isinstance(kernel, Queue) and pairs <= MAX_COPIED_ROWS * problem.experts
-    if sorted_x is None or few:
+    sorts_few = pairs <= MAX_FEW_PAIRS and not isinstance(kernel, Queue) and pairs <= MAX_COPIED_ROWS * problem.experts
+    if sorted_x is None or sorts_few:
         if pairs <= MAX_FEW_PAIRS:
             return sort_few(problem, piece, rows, tile, grain, sorted_x), rows, False
         return sort_pairs(problem, piece, arena, rows, tile, grain), rows, False

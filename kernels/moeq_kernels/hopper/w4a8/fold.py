@@ -27,8 +27,8 @@ def folded(experts: PackedExperts) -> PackedExperts:
 
     Raises KernelUnsupportedError if scales of an output feature are too far apart or NaN, or if it has only one.
     """
-    of = f" of {experts.name}" if experts.name else ""
-    w13, w2 = (_folded(f"{name}{of}", one) for name, one in (("w13", experts.w13), ("w2", experts.w2)))
+    suffix = f" of {experts.name}" if experts.name else ""
+    w13, w2 = (_folded(f"{name}{suffix}", one) for name, one in (("w13", experts.w13), ("w2", experts.w2)))
     return replace(experts, w13=w13, w2=w2)
 
 
@@ -46,10 +46,10 @@ def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
     top = torch.where(used, scale, 0).amax(1)
     shift = scale - top[:, None] + SPAN
     column = torch.arange(n, device=scale.device)
-    far = (used & ((shift < 0) | (scale == 255))).any(1)[:, _grouped(column)]
-    if bool(far.any()):
+    is_far = (used & ((shift < 0) | (scale == 255))).any(1)[:, _grouped(column)]
+    if bool(is_far.any()):
         raise KernelUnsupportedError(
-            _refusal(name, far, scale[:, :, _grouped(column)], used[:, :, _grouped(column)]),
+            _refusal(name, is_far, scale[:, :, _grouped(column)], used[:, :, _grouped(column)]),
             "leave activation_dtype out: beside 16-bit activations scales may be any",
         )
     factor = torch.empty(experts, n, device=scale.device)
