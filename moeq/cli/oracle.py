@@ -148,13 +148,13 @@ def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployme
     from moeq.pipeline.plan.decide import answer
 
     @cache
-    def asked(engine: str) -> Answer:
+    def answer_for(engine: str) -> Answer:
         return answer(checkpoint, Question(replace(deployment, engine=engine)), explain=False)
 
     def decided(index: int) -> Callable[[str], Verdict]:
-        return lambda engine: asked(engine).parts[index].verdict
+        return lambda engine: answer_for(engine).parts[index].verdict
 
-    layers = [part.layers for part in asked(version_range(deployment.engine)[-1]).parts]
+    layers = [part.layers for part in answer_for(version_range(deployment.engine)[-1]).parts]
     found = [steps(decided(index), deployment.engine) for index in range(len(layers))]
     ok = all(rows[-1].verdict.ok for rows in found)
 
@@ -259,14 +259,14 @@ def _cells(
     from moeq.pipeline.plan.decide import answer
 
     found: dict[str, list[Cell]] = {}
-    for where in deployments(base, gpus, tps, eps):
-        answered = answer(checkpoint, Question(where), brief=True)
+    for deployment in deployments(base, gpus, tps, eps):
+        answered = answer(checkpoint, Question(deployment), brief=True)
         is_empty = answered.error is not None and answered.error.code == "answer.nothing-to-convert"
         for part in answered.parts:
             error = part.error or answered.error
             refused = None if error is None or is_empty else error.message
             loaders = tuple(loader.title for loader in part.choice.loaders) if part.choice else ()
-            cell = Cell(where.gpu.name, where.tp, where.ep, part.verdict, refused, loaders)
+            cell = Cell(deployment.gpu.name, deployment.tp, deployment.ep, part.verdict, refused, loaders)
             found.setdefault(part.verdict.scheme, []).append(cell)
     return found
 

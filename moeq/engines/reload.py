@@ -58,7 +58,7 @@ class ExpertReload:
         }
         self._numbers = {method.entry.prefix: method.entry.layer for method in methods}
         self._folded = [method.entry.layer for method in methods if method.folds_scales]
-        # There is one writer at a time. It outlives a call, since some trainers send one tensor a call.
+        # Only the layer whose tensors come gets a writer, since some trainers pass one tensor a call.
         self._writer: Writer | None = None
         self._layer: int | None = None
         self._pending: dict[int, _Expert] = {}

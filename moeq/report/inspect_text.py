@@ -125,7 +125,7 @@ def _gguf_types(table: Mapping[str, Any]) -> str:
 
 
 def _from_gguf(name: str, info: CheckpointInfo) -> str:
-    """Return the command that writes a checkpoint of the same values that engines load, where there is one."""
+    """Return the command that writes the same values for engines, or that only compares them if none load them."""
     coded = all(use.scheme.checkpoint_format in CODED for use in info.schemes)
     if coded:
         return f"moeq transcode {name} DST --to compressed-tensors"

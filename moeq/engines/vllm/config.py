@@ -231,9 +231,9 @@ def leave_experts_out(model_config: Any, names: frozenset[str]) -> None:
 
 
 def _without_experts(kind: Any) -> Load:
-    engines: Load = kind.load_weights
+    original: Load = kind.load_weights
 
-    @wraps(engines)
+    @wraps(original)
     def load_weights(model: Any, weights: Weights) -> set[str] | None:
         own = {
             name: layer
@@ -245,13 +245,13 @@ def _without_experts(kind: Any) -> Load:
             path = running.quant_method.model_config.model  # `reload_weights` sets it to its `weights_path`
             weights = divert(weights, ExpertReload(own.values(), path, from_path=_is_engines_reading(weights)))
         # With pipeline parallelism a rank may hold no layer with experts.
-        homeless = not own and not any(isinstance(module, PPMissingLayer) for module in model.modules())
+        is_unsupported = not own and not any(isinstance(module, PPMissingLayer) for module in model.modules())
 
         def others() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
                 if name not in _STACKED[kind]:
                     yield name, tensor
-                elif homeless:
+                elif is_unsupported:
                     raise MoeqError(
                         "usage.unsupported-model",
                         f"{kind.__name__} does not run its experts through vLLM's RoutedExperts, and nothing else "
@@ -259,7 +259,7 @@ def _without_experts(kind: Any) -> Load:
                         "serve the source checkpoint instead",
                     )
 
-        loaded = engines(model, others())
+        loaded = original(model, others())
         if loaded is None:
             return None
         return loaded | {

@@ -42,7 +42,7 @@ _FP8_WEIGHTS = {
     "channel": quant_utils.kFp8StaticChannelSym,
     "tensor": quant_utils.kFp8StaticTensorSym,
 }
-#: Keys of activations by the granularity of their scales, and whether these are dynamic.
+#: The engine's keys of FP8 activations, by the granularity of their scales and whether these are dynamic.
 _FP8_ACTIVATIONS = {
     ("group", True): quant_utils.kFp8Dynamic128Sym,
     ("token", True): quant_utils.kFp8DynamicTokenSym,
@@ -132,14 +132,14 @@ def _nvfp4_settled(backend: Any, padded: tuple[str, ...], layer: Any, weights: R
     _nvfp4_scales(layer, weights, scales)
     stored = _stored(scales, backend.value)
     start, stop = weights.experts
-    everywhere = nvfp4.is_global_sf_supported_for_nvfp4_backend(backend)
+    is_global = nvfp4.is_global_sf_supported_for_nvfp4_backend(backend)
     # For such a backend the engine's class for ModelOpt loads the scales of all experts, its class for
     # compressed-tensors those of its rank.
-    held = slice(None) if everywhere and stored.part == "input_scale" else slice(start, stop)
-    for role, own in (("w13", stored.w13[held]), ("w2", stored.w2[held])):
-        each = own.amax(dim=1) if role == "w13" else own
-        found = own.max().repeat(stop - start) if everywhere else each
-        set_parameter(layer, f"{role}_input_scale", found.to(layer.w13_weight.device))
+    held = slice(None) if is_global and stored.part == "input_scale" else slice(start, stop)
+    for role, values in (("w13", stored.w13[held]), ("w2", stored.w2[held])):
+        by_expert = values.amax(dim=1) if role == "w13" else values
+        input_scale = values.max().repeat(stop - start) if is_global else by_expert
+        set_parameter(layer, f"{role}_input_scale", input_scale.to(layer.w13_weight.device))
     _padded_sizes(layer, weights, padded)
 
 
@@ -228,9 +228,9 @@ def _static_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None
     gate, up = stored.w13[held, 0], stored.w13[held, -1]
     # The engine's loader keeps the last of the two by name. It refuses a checkpoint of compressed-tensors whose scales
     # differ; here the larger one clips no activation that either would not.
-    refused = (gate != 1) & ((gate - up).abs() > 1e-5)
-    checked = weights.scheme.quant_method == "compressed-tensors"
-    w13 = torch.where(refused, torch.maximum(gate, up), up) if checked else up
+    differ = (gate != 1) & ((gate - up).abs() > 1e-5)
+    is_checked = weights.scheme.quant_method == "compressed-tensors"
+    w13 = torch.where(differ, torch.maximum(gate, up), up) if is_checked else up
     set_parameter(layer, "w13_input_scale", w13.max().to(layer.w13_weight.device))
     set_parameter(layer, "w2_input_scale", stored.w2[held].max().to(layer.w13_weight.device))
 

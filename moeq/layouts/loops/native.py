@@ -212,7 +212,7 @@ def _folder_digest(folder: Path) -> str:
 
 
 def _opened(content: bytes | None, about: str) -> bytes | None:
-    """Return the object code in a file of the cache; None where its digest is not right."""
+    """Return the object code in a file of the cache; None where its digest is wrong."""
     if content is None:
         return None
     digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
@@ -229,7 +229,7 @@ def _digest(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _environment() -> str:
-    """Return the versions of what compiles, and the processor."""
+    """Return the versions of Python, numpy and the compilers, and the processor, as lines."""
     versions = sys.version, np.__version__, llvmlite.__version__, version("numba")
     return "\n".join((*versions, llvm.get_process_triple(), *processor()))
 
@@ -261,5 +261,5 @@ def _add_sources(module: str, sources: dict[Path, bytes]) -> None:
 
 @lru_cache(maxsize=1)
 def engine() -> Any:
-    """Return what holds machine code in this process. The caller holds `code_lock`."""
+    """Return LLVM's engine, which holds the machine code of this process. The caller holds `code_lock`."""
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
