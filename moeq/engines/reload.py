@@ -150,8 +150,8 @@ class FolderReload:
             other = entry.layout if entry.layout != method.entry.layout else "other sizes or groups"
             raise MoeqError(
                 "usage.reload",
-                f"layer {number} of {self._folder.source.name} is packed in {other}, and the experts that are served "
-                f"in {method.entry.layout}",
+                f"layer {number} of {self._folder.source.name} is packed in {other}, but the served experts are "
+                f"packed in {method.entry.layout}",
                 "convert the new weights as the served folder was converted, or start the engine again",
             )
         return parts
