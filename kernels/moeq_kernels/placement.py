@@ -164,20 +164,20 @@ def planned(
     Raises KernelArgumentError as `place_together`.
     """
     size = -(-placement.bits * len(placement.fields) // 8)
-    held: int = math.prod(target_sizes)
-    if size not in _WORDS or (held and target_strides != contiguous(target_sizes)):
+    num_elements: int = math.prod(target_sizes)
+    if size not in _WORDS or (num_elements and target_strides != contiguous(target_sizes)):
         raise KernelArgumentError(f"words of {size} bytes in strides {target_strides} cannot be written")
-    word, words = _WORDS[size], held * stored.itemsize // size
+    word, words = _WORDS[size], num_elements * stored.itemsize // size
     last = sum((one.radix - 1) * one.stride for one in placement.digits)
     if len(sizes) == 2:
         sizes, strides = (1, *sizes), (0, *strides)
-    each = words // max(sizes[0], 1)
-    if len(sizes) != 3 or last >= each or each * sizes[0] != words:
-        raise KernelArgumentError(f"the placement writes word {last} of {each}, from {list(sizes)}")
+    words_each = words // max(sizes[0], 1)
+    if len(sizes) != 3 or last >= words_each or words_each * sizes[0] != words:
+        raise KernelArgumentError(f"the placement writes word {last} of {words_each}, from {list(sizes)}")
     dtype = _WORDS[given.itemsize] if given.is_floating_point else given
     source = Area(f"source{number}", dtype, sizes, strides)
     arguments: dict[str, Any] = {"source": source, "target": Area.of(f"target{number}", word, words)}
-    steps = {"source_step": strides[0], "target_step": each}
+    steps = {"source_step": strides[0], "target_step": words_each}
     rows, columns = shape
     (row_stride, column_stride), inner, outer = strides[1:], placement, packing
     if packing.along_rows:

@@ -46,7 +46,7 @@ def command(
 def _asked(
     src: str, revision: str | None, given: options.GivenDeployment, document: dict[str, Any]
 ) -> tuple[Answer | None, MoeqError | None]:
-    """Return the answer about a checkpoint and its problem: a doctor reports what other commands raise."""
+    """Describe a checkpoint in `document`; return the answer about it, and the error that other commands raise."""
     from moeq.model import open as open_checkpoint
     from moeq.model.converted import ConvertedCheckpoint
     from moeq.pipeline.plan.commands import next_of_converted

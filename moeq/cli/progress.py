@@ -153,8 +153,8 @@ class ProgressReport:
     def _measure(self) -> Beat:
         done, total, label = self._now or (0, 0, "preparing")
         now = time.monotonic()
-        elapsed, more = now - self._started, max(done - self._before, 0)
-        rate = more / max(elapsed, 1e-3)
+        elapsed, gained = now - self._started, max(done - self._before, 0)
+        rate = gained / max(elapsed, 1e-3)
         while len(self._recent) > 1 and now - self._recent[1][0] > RECENT_SECONDS:
             self._recent.popleft()
         if not self._recent or now - self._recent[-1][0] >= 1:
@@ -163,8 +163,8 @@ class ProgressReport:
         recent = max(done - then, 0) / max(now - since, 1e-3) if now - since >= 1 else rate
         # Early estimates mislead. The slower of both rates counts: the work that is left may be of another kind.
         slower = min(rate, recent)
-        known = elapsed >= MIN_ESTIMATE_SECONDS and total and more >= MIN_ESTIMATE_SHARE * total and slower > 0
-        return Beat(done, total, label, rate, (total - done) / slower if known else None)
+        has_estimate = elapsed >= MIN_ESTIMATE_SECONDS and total and gained >= MIN_ESTIMATE_SHARE * total and slower > 0
+        return Beat(done, total, label, rate, (total - done) / slower if has_estimate else None)
 
     def text(self, beat: Beat) -> str:
         """Describe a beat in one line."""

@@ -200,7 +200,7 @@ def test_folders_that_do_not_fit_are_refused_before_a_byte_is_written(running, f
     name, engine = running
     before = {key: one.data.clone() for key, one in engine.parameters(1).items()}
     other = convert(checkpoints / name, tmp_path / "other", "triton-wna16/1")
-    with pytest.raises(MoeqError, match="is packed in triton-wna16/1, but the served experts are packed in marlin") as no:
+    with pytest.raises(MoeqError, match="in triton-wna16/1, but the served experts are packed in marlin") as no:
         engine.reload_folder(other)
     assert no.value.code == "usage.reload"
     engine.vllm_config.model_config.model = str(folders[name])

@@ -191,7 +191,7 @@ MAX_DIRECT_MEAN, MAX_DIRECT_PAIRS, MAX_MMA_MEAN = 1.6, 128, 48.0
 MAX_WIDE_SHARES = 4
 
 
-def _fewer(up: int, down: int) -> dict[tuple[int, int], None]:
+def _shares_to_try(up: int, down: int) -> dict[tuple[int, int], None]:
     """Return the shares of both products to try: one, the largest powers of two up to `up` and `down`, and these."""
     return dict.fromkeys(((1, 1), (1 << (up.bit_length() - 1), 1 << (down.bit_length() - 1)), (up, down)))
 
@@ -219,29 +219,29 @@ def candidates(work: Work, mma: bool = False) -> Iterator[Plan | MmaPlan]:
     """
     pairs, mean, gpu, kind, group = work.pairs, work.mean, work.gpu, work.kind, work.group
     hidden, intermediate = work.hidden, work.intermediate
-    for one in kernels_for(kind, group, gpu):
-        if isinstance(one, Wide):
-            if min(mean / 3, 100.0) <= one.tokens <= mean * 8:
-                items = pairs / mean * max(1.0, mean / one.tokens) * -(-hidden // (128 * one.warpgroups))
-                most = max(1, min(MAX_WIDE_SHARES, -(-intermediate // 64) // 2))  # each has two steps at least
-                shares = max(1, min(most, int(gpu.multiprocessors / max(1.0, items))))
-                yield from (Plan(one, 1, splits) for splits in dict.fromkeys((1, shares, min(most, 2 * shares))))
-        elif isinstance(one, Direct):
+    for kernel in kernels_for(kind, group, gpu):
+        if isinstance(kernel, Wide):
+            if min(mean / 3, 100.0) <= kernel.tokens <= mean * 8:
+                items = pairs / mean * max(1.0, mean / kernel.tokens) * -(-hidden // (128 * kernel.warpgroups))
+                limit = max(1, min(MAX_WIDE_SHARES, -(-intermediate // 64) // 2))  # each has two steps at least
+                shares = max(1, min(limit, int(gpu.multiprocessors / max(1.0, items))))
+                yield from (Plan(kernel, 1, splits) for splits in dict.fromkeys((1, shares, min(limit, 2 * shares))))
+        elif isinstance(kernel, Direct):
             if work.gated and mean <= MAX_DIRECT_MEAN and pairs <= MAX_DIRECT_PAIRS:
-                up = shares_for(pairs * -(-intermediate // 128), -(-hidden // one.step), 16, gpu)
-                yield Plan(one, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // one.step), 8, gpu))
-        elif isinstance(one, Narrow):
-            if mean <= 1.3 * one.tokens:
-                tiles = work.hit * max(1.0, mean / one.tokens)
-                programs = gpu.multiprocessors * one.resident
+                up = shares_for(pairs * -(-intermediate // 128), -(-hidden // kernel.step), 16, gpu)
+                yield Plan(kernel, up, shares_for(pairs * -(-hidden // 256), -(-intermediate // kernel.step), 8, gpu))
+        elif isinstance(kernel, Narrow):
+            if mean <= 1.3 * kernel.tokens:
+                tiles = work.hit * max(1.0, mean / kernel.tokens)
+                programs = gpu.multiprocessors * kernel.resident
                 up = splits_for(tiles * -(-intermediate // 128), -(-hidden // 128), programs) if work.gated else 1
                 down = splits_for(tiles * -(-hidden // 256), -(-intermediate // 128), programs)
-                yield from (Plan(one, *shares) for shares in _fewer(up, down))
-        elif work.both and mean / 3 <= one.tokens and (one.least or one.tokens) <= max(16.0, mean * 6):
-            yield Plan(one)
+                yield from (Plan(kernel, *shares) for shares in _shares_to_try(up, down))
+        elif work.both and mean / 3 <= kernel.tokens and (kernel.least or kernel.tokens) <= max(16.0, mean * 6):
+            yield Plan(kernel)
     if mma and mean <= MAX_MMA_MEAN:
         plan = mma_plan(pairs, work.experts, hidden, intermediate, group, kind, work.gated, gpu)
-        for up, down in _fewer(plan.gate_up_splits, plan.down_splits):
+        for up, down in _shares_to_try(plan.gate_up_splits, plan.down_splits):
             yield replace(plan, gate_up_splits=up, down_splits=down)
 
 

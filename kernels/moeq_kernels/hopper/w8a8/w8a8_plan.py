@@ -107,8 +107,8 @@ def splits_for(items: float, steps: int, resident: int, gpu: Gpu = H200) -> int:
     """
     if items * 3 >= gpu.multiprocessors * 2:
         return 1
-    most = max(1, min(int(gpu.multiprocessors * resident / max(1.0, items)), steps // LEAST_STEPS))
-    return -(-steps // -(-steps // most))  # without empty shares
+    max_splits = max(1, min(int(gpu.multiprocessors * resident / max(1.0, items)), steps // LEAST_STEPS))
+    return -(-steps // -(-steps // max_splits))  # without empty shares
 
 
 def direct_plan(pairs: int, hidden: int, intermediate: int, gpu: Gpu = H200) -> Int8Plan:
