@@ -84,7 +84,7 @@ _FORM_WORDS = {
 }
 
 
-@_rule("P05_PARALLEL", "parallel form", "The class must support the form of parallelism and its all-to-all.")
+@_rule("P05_PARALLEL", "parallel form", "The class must support the parallel form, its all-to-all and load balancing.")
 def _parallel(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     accepted, form, d = variant.parallel, case.parallel_form, case.deployment
     if form in accepted:
