@@ -73,7 +73,7 @@ def _deployment(deployment: Deployment | None, where: Mapping[str, Any]) -> Depl
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part keywords into options of the conversion and those of the deployment."""
+    """Split keywords into options of the conversion and options of the deployment."""
     own = {field.name for field in fields(ConvertOptions)}
     mine = {name: value for name, value in options.items() if name in own}
     return mine, {name: value for name, value in options.items() if name not in own}
@@ -101,8 +101,9 @@ def decide(
         where: deployment options, such as `gpu="H100", tp=2`.
 
     Raises:
-        MoeqError: `usage.already-converted`; `source.no-top-k`; for a backend asked for by name that does not fit, why
-            not and what does; `usage.no-gpu`, `usage.deployment`; `source.*` for a checkpoint that cannot be read.
+        MoeqError: `usage.already-converted`; `source.no-top-k`; a refusal that says what fits, if the backend named in
+            the deployment does not; `usage.no-gpu`, `usage.deployment`; `source.*` for a checkpoint that cannot be
+            read.
     """
     from moeq.model import open as open_checkpoint
     from moeq.pipeline.plan.decide import decide as decide_opened
@@ -162,16 +163,16 @@ def convert(
 
     Args:
         src: local folder or Hub repository.
-        dst: folder to create. It must not exist or be this job's result, or with `force` must be an output of moeq.
+        dst: folder to create. If it exists, it must be this job's result, or with `force` any output of moeq.
         deployment: where the result is to run; keywords change it. With `tp` or `ep` above 1 the result serves every
             rank: one packing that loaders slice if the layout allows it, otherwise one packing per rank.
         revision: Hub revision of `src`.
         force: replace an earlier conversion at `dst`.
         dry_run: plan only; nothing is written.
         plan: result of `moeq.plan`, or a file of `moeq plan -o`: carry it out, or refuse if it no longer applies.
-        workers: threads; None takes the cores there are, at most 8. The bytes are the same.
+        workers: threads; None: one per core, at most 8. They do not change the written bytes.
         max_memory: bytes that this process must not exceed, or a text such as `8GiB`; workers are lowered to fit. None:
-            workers are lowered to stay below 1 GiB if one worker can.
+            workers are lowered to stay below 1 GiB, if one worker can.
         shard: do only this shard of the units, `3/8`, and leave publishing to `finalize`. Any number of processes may
             do shards at once if all see `dst` and the source.
         executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
@@ -182,7 +183,7 @@ def convert(
         push: repository of the Hub to upload the result to.
         public: make a repository that is created public.
         base_model: the source's repository, for the model card.
-        sign: minisign secret key to sign the manifest with; a shard is not signed, `finalize` takes the key.
+        sign: minisign secret key to sign the manifest with; with `shard`, give it to `finalize` instead.
         progress: True for a bar, or a function that takes events (`moeq.pipeline.events`).
         options: `layout`, `force_layout`, `regroup`, `skip_unfit`, `allow_lossy`, `no_code`, and deployment options.
 
@@ -246,7 +247,7 @@ def finalize(
     Args:
         dst: the folder to create, the `dst` of `convert`.
         force: replace an earlier conversion at `dst`.
-        workers: threads that check.
+        workers: threads that check units.
         sign: minisign secret key to sign the manifest with.
         progress: True for a bar, or a function that takes events.
 
@@ -293,7 +294,7 @@ def transcode(
         ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
         stream_source: fetch the files of a repository one after the other and drop them.
         reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
-        workers: threads; None takes the cores there are, at most 8. The bytes are the same.
+        workers: threads; None: one per core, at most 8. They do not change the written bytes.
         max_memory: bytes that this process must not exceed, or a text such as `8GiB`. None: workers are lowered to
             stay below 1 GiB.
         progress: True for a bar, or a function that takes events.

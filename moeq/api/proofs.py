@@ -28,11 +28,11 @@ def verify(
     workers: int | None = None,
     progress: Advance | bool = False,
 ) -> Verification:
-    """Check every byte of a conversion against its manifest, or with `source` against the source. `.ok` is the answer.
+    """Check every byte of a conversion against its manifest or, with `source`, the source. `.ok` is the answer.
 
     Args:
         dst: output of `convert`.
-        source: the checkpoint it came from.
+        source: the checkpoint that was converted.
         revision: Hub revision of `source`.
         signed_by: minisign public key (a file, or the key) that has to have signed the manifest.
         slow: also unpack every packed tensor, decode every expert of a given source, and compare digests of their
@@ -42,7 +42,7 @@ def verify(
 
     Raises:
         MoeqError: `usage.not-converted`, `usage.already-converted` for a source that is a conversion, `usage.sign-key`,
-            and `source.*` for folders that cannot be read at all. Differences are no errors but the answer.
+            and `source.*` for folders that cannot be read at all. Differences raise nothing: they are the answer.
     """
     from moeq.prove.verify import verify as check
 
@@ -62,14 +62,14 @@ def restore(
 
     Args:
         dst: output of `convert`.
-        out: folder to create; one that holds the source already is compared instead.
-        slow: take the reference path, which shares no code with the fast path. The bytes are equal.
+        out: folder to create; a folder that already holds the source is compared instead.
+        slow: take the reference path, which shares no code with the fast path and gives the same bytes.
         workers: threads; None takes the cores there are, at most 8.
         progress: True for a bar, or a function that takes bytes done, all bytes, and a label.
 
     Raises:
-        MoeqError: `usage.not-converted`; `source.no-keepsake` for conversions that did not keep what is needed, or no
-            digests of it; `source.digest-mismatch` if the conversion no longer holds what was converted;
+        MoeqError: `usage.not-converted`; `source.no-keepsake` for conversions without restore data, or without their
+            digests; `source.digest-mismatch` if the conversion no longer holds what was converted;
             `usage.destination-exists`; `resources.disk-full`. A failed run leaves no files.
     """
     from moeq.prove.restore import restore as rebuild
@@ -93,13 +93,13 @@ def diff(
 
     Args:
         left: a checkpoint, source or converted.
-        right: another one.
-        experts_only: compare routed experts alone.
+        right: another checkpoint, source or converted.
+        experts_only: compare only routed experts.
         workers: threads; None takes the cores there are, at most 8.
         progress: True for a bar, or a function that takes steps done, all steps, and a label.
 
     Raises:
-        MoeqError: `source.*` for checkpoints that cannot be read; a difference is no error but the answer.
+        MoeqError: `source.*` for checkpoints that cannot be read. Differences raise nothing: they are the answer.
     """
     from moeq.prove.diff import diff as compare
 
@@ -124,11 +124,11 @@ def run_check(
     jobs: int | None = None,
     progress: Advance | bool = False,
 ) -> CheckReport:
-    """Run fused kernels on converted weights against a float32 reference on the source's. `.ok` is the answer.
+    """Compare fused kernels on converted weights with a float32 reference on the source's. `.ok` is the answer.
 
     Args:
         dst: output of `convert`.
-        source: the checkpoint it came from; None: the folder that its manifest names, if that exists.
+        source: the checkpoint that was converted; None: the folder that the manifest names, if that exists.
         revision: Hub revision of `source`.
         options: extent of the check; the keywords below change it.
         layers: layer numbers; None: all on a GPU, a few on a CPU.
@@ -137,15 +137,15 @@ def run_check(
         seed: seed of the random tokens.
         device: `auto`, `cpu` (Triton's interpreter) or `cuda`.
         digests: recompute the digest of every expert first.
-        kernels: run kernels; False checks digests alone.
-        fp8_activations: bound by layer what activations in e4m3 cost, and run FP8 weights with them.
+        kernels: run kernels; False: check only digests.
+        fp8_activations: bound the error of e4m3 activations layer by layer, and run FP8 weights with them.
         jobs: processes that check layers at the same time on a CPU.
         progress: True for a bar, or a function that takes steps done, all steps, and a label.
 
     Raises:
         MoeqError: `usage.not-converted`, `source.no-manifest`; `source.changed` where `source` is not what was
             converted; `answer.no-kernel` where moeq's kernels do not read the layout; `environment.no-triton`;
-            `usage.*` for layers or experts that do not exist. A failed check is no error but a report whose `.ok` is
+            `usage.*` for layers or experts that do not exist. A failed check raises nothing: its report's `.ok` is
             False.
     """
     from moeq.check.run_check import CheckOptions

@@ -32,7 +32,7 @@ from moeq.reference.arithmetic import (
 from moeq.reference.moe import Activation, Expert, Linear, activate
 from moeq.reference.stored_floats import stored_weight
 
-#: Largest number of other experts that a failing one is compared with, to recognise a swap.
+#: Largest number of other weights that a failing product is compared with, to recognise a swap.
 MOST_SUSPECTS = 16
 
 
@@ -73,7 +73,7 @@ class LayerCheck:
         return self.entry.matrices[stacked_role(name)].spec.group_size
 
     def e4m3_groups(self) -> tuple[int, int]:
-        """Return the features of w13's and w2's rows that share a scale in e4m3: all, unless kernels say otherwise."""
+        """Return how many input features of w13, and of w2, share an e4m3 scale: all of them, or a group."""
         first, second = (
             self.group_of(name) if self.activations(name) == "fp8" else self.k_of(name) for name in ("up", "down")
         )
@@ -89,7 +89,7 @@ class LayerCheck:
         return Linear(weight.to(self.device), None if bias is None else bias.to(self.device))
 
     def _stored(self, expert: int, name: Projection) -> Tensor | None:
-        """Read the source's tensors by the reference's own definitions; None for formats that it does not know."""
+        """Decode the source's tensors by the reference's own definitions; None for formats that it lacks."""
         layer = self.entry.layer
         if self.reference.kind != "source" or name not in self.reference.kind_of(layer, expert).projections:
             return None
@@ -104,7 +104,7 @@ class LayerCheck:
         """Compute a product in every way in which a correct kernel may do it.
 
         Args:
-            kind: what activations are quantised to; None: what moeq's kernels quantise them to (`activations`).
+            kind: `int8`, `fp8` or an empty text, to which activations are quantised; None: the kernels' own kind.
         """
         kind = self.activations(name) if kind is None else kind
         if kind == "fp8":
@@ -127,7 +127,7 @@ class Products:
 
 
 def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerReport:
-    """Run kernels and reference; `advance` is called once per run and once per expert."""
+    """Run kernels and reference and compare them; `advance` is called once per run and once per expert."""
     layer, sample = check.entry.layer, check.sample
     inputs = make_inputs(check.reference, sample, check.k_of("up"), check.dtype, check.seed).to(check.device)
     packed = load_packed(check.converted, check.entry, sample.experts, check.device)
@@ -171,7 +171,7 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
 
 
 def passage(check: LayerCheck, kind: str, x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]]) -> Passage:
-    """Follow one expert's tokens through the whole layer, with activations that are quantised to `kind`."""
+    """Compute one expert's outputs through the whole layer, with activations that are quantised to `kind`."""
     if kind == "fp8":
         group, cores = check.group_of("down"), check.device.type == "cuda"
         return pass_fp8(x, expert, first, check.combine, check.dtype, group=group, tensor_cores=cores)
@@ -182,9 +182,9 @@ def passage(check: LayerCheck, kind: str, x: Tensor, expert: Expert, first: dict
 def _run_fused(
     check: LayerCheck, packed: Sequence[PackedPart], inputs: Inputs, advance: Callable[[str], None]
 ) -> tuple[Tensor, tuple[str, ...], int]:
-    """Run the fused layer: its output, the runs that did not repeat bit for bit, and how many were repeated."""
+    """Run the fused layer; return its output, the runs that did not repeat bit for bit, and the count of repeats."""
     outputs, unequal, repeated = [], [], 0
-    again = inputs.runs if check.device.type == "cuda" else inputs.runs[:1]  # the interpreter is sequential
+    again = inputs.runs if check.device.type == "cuda" else inputs.runs[:1]  # the sequential interpreter repeats one
     for run, part in inputs.runs:
         arguments = (packed, inputs.x[part], inputs.weights[part], inputs.ids[part], check.activation)
         y = fused_layer(*arguments)
@@ -198,7 +198,7 @@ def _run_fused(
 
 
 def _run_products(check: LayerCheck, packed: Sequence[PackedPart], inputs: Inputs) -> Products:
-    """Compute every product: run by run on a GPU, at once in the interpreter, whose cost is per launch."""
+    """Compute every product: run by run on a GPU, all at once in the interpreter, whose cost is per launch."""
     parts = [part for _, part in inputs.runs] if check.device.type == "cuda" else [slice(0, len(inputs.x))]
     first = [first_products(packed, inputs.x[part], inputs.ids[part], check.widths["up"]) for part in parts]
     actual: dict[Projection, Tensor] = {
@@ -243,7 +243,7 @@ def _compare_expert(
 def _explained(
     check: LayerCheck, comparison: ProductComparison, products: Products, inputs: Inputs
 ) -> ProjectionResult:
-    """Build the result of a product, with a diagnosis of every failing expert."""
+    """Return the result of a product, with a diagnosis of every failing expert."""
     result = comparison.result(check.entry.layer)
     experts = tuple(
         one if one.passed else replace(one, looks_like=_reason(check, comparison, one.expert, products, inputs))
@@ -255,6 +255,7 @@ def _explained(
 def _reason(
     check: LayerCheck, comparison: ProductComparison, expert: int, products: Products, inputs: Inputs
 ) -> str | None:
+    """Return what a failing expert's product looks like, or None if nothing fits."""
     name: Projection = comparison.name  # type: ignore[assignment]
     pairs = torch.where(inputs.ids.flatten() == check.sample.experts.index(expert))[0]
     rows = products.hidden[pairs] if name == "down" else inputs.x[pairs // inputs.ids.shape[1]]
@@ -285,7 +286,7 @@ def _groups(check: LayerCheck, expert: int, name: Projection) -> Tensor:
 def _suspects(
     check: LayerCheck, expert: int, name: Projection, rows: Tensor
 ) -> Iterator[tuple[str, tuple[Emulated, ...]]]:
-    """Yield products of the same rows with other weights of the sample, each computed when it is asked for."""
+    """Yield (name, products) of the same rows with other weights of the sample, each computed lazily."""
     siblings: list[Projection] = [one for one in check.widths if one != "down"] if name != "down" else ["down"]
     experts = (expert, *(one for one in check.sample.experts if one != expert))
     places = [place for place in itertools.product(experts, siblings) if place != (expert, name)]

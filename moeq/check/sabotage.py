@@ -23,12 +23,12 @@ Damage = Callable[[QuantizedMatrix, slice, torch.Generator], Damaged | None]
 
 @dataclass(frozen=True)
 class Sabotage:
-    """Kind of damage."""
+    """One kind of damage."""
 
     name: str  #: short name
-    possible: Callable[[MatrixSpec], bool]  #: function that says whether a matrix of that spec can have it
-    damage: Damage  #: function that does it
-    both_halves: bool = False  #: whether it takes gate and up together
+    possible: Callable[[MatrixSpec], bool]  #: function that returns whether a matrix of that spec can be damaged so
+    damage: Damage  #: function that damages a matrix
+    both_halves: bool = False  #: whether gate and up are damaged together
 
 
 def _pick(limit: int, generator: torch.Generator) -> int:
@@ -113,7 +113,7 @@ def _change_bias(matrix: QuantizedMatrix, rows: slice, generator: torch.Generato
 def _next_scale(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
     scales, exponents = _bits(matrix.scales), matrix.spec.scale_dtype == "e8m0"
     n, g = _pick(rows.stop - rows.start, generator), _pick(scales.shape[1], generator)
-    largest = 254 if exponents else 126  # the next one is NaN
+    largest = 254 if exponents else 126  # the next code is NaN
     scales[rows.start + n, g] += 1 if int(scales[rows.start + n, g]) < largest else -1
     change = "exponent of row {} group {} off by one" if exponents else "e4m3 scale of row {} group {} one step larger"
     return _with_scales(matrix, scales), change.format(n, g)
@@ -126,7 +126,7 @@ def _change_second_scale(matrix: QuantizedMatrix, rows: slice, generator: torch.
 
 
 def _bits(scales: Tensor) -> Tensor:
-    """Copy scales; 8-bit floats become bytes, which torch compares and moves on every device."""
+    """Return a copy of scales; 8-bit floats become bytes, which torch compares and moves on every device."""
     return (scales.contiguous().view(torch.uint8) if scales.element_size() == 1 else scales).clone()
 
 

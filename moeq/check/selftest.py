@@ -1,7 +1,7 @@
-"""Self-test of `run-check`: damage a converted checkpoint in memory in every known way and expect each in the report.
+"""Self-test of `run-check`: damage a converted checkpoint in memory in every known way and expect a report of each.
 
-All damages of a format are done at once, each at a place (expert and projection) of its own. Since every place is
-judged on its own, one run shows which damages are caught and whether undamaged places are reported.
+All damages of a format are done at once, each at a site (expert and projection) of its own. Since every site is judged
+on its own, one run shows which damages are caught and whether undamaged sites are reported.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint, written_padding
 
-#: Tokens of the damaged run, beside those that all go to the same experts.
+#: Token counts of the damaged checkpoint's runs, beside the run whose tokens all go to the same experts.
 TOKENS = (33,)
 
 _ROLE: dict[Projection, StackedRole] = {"gate": "w13", "up": "w13", "down": "w2"}
 
 
 class OverlaySource(LocalSource):
-    """Local folder whose bytes read differently where `patch` has overwritten them; the files stay as they are."""
+    """Local folder that is read with the bytes of `patch` in place of stored ones; the files stay unchanged."""
 
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__(folder, name)
@@ -59,7 +59,7 @@ class OverlaySource(LocalSource):
 
 @dataclass(frozen=True)
 class Site:
-    """Place of one damage: projections of an expert."""
+    """Site of one damage: projections of an expert."""
 
     expert: int
     projections: tuple[Projection, ...]
@@ -67,11 +67,11 @@ class Site:
 
 @dataclass(frozen=True)
 class Planted:
-    """Damage that was done, with its description and its places."""
+    """A damage that was done."""
 
-    name: str
-    text: str
-    sites: tuple[Site, ...]
+    name: str  #: name of the kind of damage
+    text: str  #: description of what was changed
+    sites: tuple[Site, ...]  #: damaged sites
 
 
 def selftest(
@@ -85,9 +85,9 @@ def selftest(
 
     Args:
         dst: output of `moeq convert`; read, never written.
-        source: the checkpoint it came from (see `run_check`).
+        source: the checkpoint that was converted (see `run_check`).
 
-    Raises MoeqError: what `run_check` raises; `usage.selftest` where the checkpoint has no room for the damages.
+    Raises MoeqError as `run_check`, and `usage.selftest` where the checkpoint has no room for the damages.
     """
     opened = open_both(dst, source)
     entry = next((one for one in opened.manifest.layers if not one.ranks), None)
@@ -120,7 +120,7 @@ def selftest(
 def _plant(
     converted: Checkpoint, overlay: OverlaySource, entry: LayerEntry, generator: torch.Generator
 ) -> list[Planted]:
-    """Do every damage that the format can have, as patches of the overlay."""
+    """Do every damage that the format can have, as patches of the overlay, and return the damages."""
     layer = entry.layer
     matrices: dict[tuple[StackedRole, int], QuantizedMatrix] = {}
     planted = []
@@ -151,7 +151,7 @@ def _plant(
 
 
 class _Sites:
-    """Free places, which are handed out once each: one projection after the other, expert by expert."""
+    """Free sites, each of which is handed out once: one projection after the other, expert by expert."""
 
     def __init__(self, entry: LayerEntry) -> None:
         self._specs = {role: matrix.spec for role, matrix in entry.matrices.items()}
@@ -160,7 +160,7 @@ class _Sites:
         self._free = [(expert, name) for expert in range(entry.num_experts) for name in names]
 
     def take(self, sabotage: Sabotage) -> Site | None:
-        """Reserve the first free place where a damage is possible; None if there is none."""
+        """Reserve the first free site where a damage is possible; return None if there is none."""
         if sabotage.both_halves:
             return self._take_halves(sabotage)
         for expert, name in self._free:
@@ -208,7 +208,7 @@ def _layout(converted: Checkpoint, entry: LayerEntry, role: StackedRole) -> Layo
 def _write(
     overlay: OverlaySource, entry: LayerEntry, layout: Layout, role: StackedRole, expert: int, matrix: QuantizedMatrix
 ) -> None:
-    """Pack a matrix and make the overlay show it as that expert's."""
+    """Pack a matrix and make the overlay read it in place of that expert's."""
     for part, tensor in layout.pack(written_padding(layout, entry.matrices).pad(matrix)).items():
         name = entry.matrices[role].tensors[part]
         overlay.patch(name, expert, tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -231,7 +231,7 @@ def _outcome(planted: Planted, by_digest: CheckReport, by_kernel: CheckReport) -
 
 
 def _false_alarms(planted: list[Planted], by_digest: CheckReport, by_kernel: CheckReport) -> Iterator[str]:
-    """List reports about places that were not damaged."""
+    """Yield the reports about sites that were not damaged."""
     places = {(site.expert, name) for one in planted for site in one.sites for name in site.projections}
     for mismatch in by_digest.digest_mismatches:
         if (mismatch.expert, mismatch.projection) not in places:
@@ -243,7 +243,7 @@ def _false_alarms(planted: list[Planted], by_digest: CheckReport, by_kernel: Che
 
 
 def _swapped_arguments(opened: Opened, entry: LayerEntry, dtype: str, device: str) -> SabotageResult:
-    """Exchange ids and weights, both `[tokens, top_k]`, in a call of `fused_moe`, which has to refuse it."""
+    """Call `fused_moe` with ids and weights, both `[tokens, top_k]`, exchanged, which it has to refuse."""
     from moeq_kernels import KernelArgumentError, fused_moe
 
     where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -257,5 +257,5 @@ def _swapped_arguments(opened: Opened, entry: LayerEntry, dtype: str, device: st
         fused_moe(x, experts, ids, weights)
     except KernelArgumentError as error:
         refused = f"refused: {error.message}"
-    damage = "ids where weights belong"
+    damage = "ids passed as weights, and weights as ids"
     return SabotageResult("swap topk arguments", "the call of the kernels", damage, None, refused, data=False)

@@ -1,6 +1,6 @@
 """Write small checkpoints with random weights, one in each kind of format, for a self-test without a checkpoint.
 
-They are written from the formats' own definitions, not by moeq's schemes, so that reading them is tested as well.
+Their writers follow the formats' own definitions without moeq's schemes, so that reading is tested as well.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Recipe:
     """Description of one small checkpoint."""
 
     name: str  #: folder name
-    layout: str  #: id of the layout that it is converted to
+    layout: str  #: id of the layout to which the checkpoint is converted
     quantization: dict[str, Any]  #: `quantization_config` of its config
     #: Function that makes one projection of one expert; None for gpt-oss, which stacks its experts.
     projection: MakeProjection | None
@@ -151,7 +151,7 @@ def _nvfp4(prefix: str, n: int, k: int, generator: torch.Generator) -> dict[str,
     return {
         f"{prefix}weight": _integers(256, (n, k // 2), generator).to(torch.uint8),
         f"{prefix}weight_scale": scales.to(torch.float8_e4m3fn),
-        # Gate and up of an expert have one number, as ModelOpt writes them.
+        # Gate and up of an expert share one number, as in ModelOpt's checkpoints.
         f"{prefix}weight_scale_2": torch.tensor(0.004 if n == INTERMEDIATE else 0.003),
         f"{prefix}input_scale": torch.tensor(0.01),
     }
@@ -163,7 +163,7 @@ def _e4m3(n: int, k: int, generator: torch.Generator) -> Tensor:
 
 
 def _bf16_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw float32 scales that bfloat16 can hold, as Marlin keeps them."""
+    """Draw float32 scales that bfloat16 can hold, since Marlin stores bfloat16."""
     return (_scales(shape, generator) / 64).to(torch.bfloat16).float()
 
 
@@ -204,7 +204,7 @@ def _gptq_config(bits: int, *, symmetric: bool = True, act_order: bool = False) 
 
 
 def _channelwise_config(kind: str) -> dict[str, Any]:
-    """Make compressed-tensors' config of 8-bit weights, `int` or `float`, with a scale per channel and token."""
+    """Make compressed-tensors' config of 8-bit `int` or `float` weights, with scales per channel and per token."""
     codes = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
         "targets": ["Linear"],

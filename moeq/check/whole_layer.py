@@ -26,7 +26,7 @@ from moeq.reference.moe import Expert, rounded
 #: Function that combines gate (or None) and up.
 Combine = Callable[[Tensor | None, Tensor], Tensor]
 
-#: Largest number of int8 or e4m3 codes of an intermediate row that may round the other way (chance below 1e-3 each).
+#: Largest number of int8 or e4m3 codes of a hidden row that may round to the other neighbour (chance below 1e-3 each).
 FLIPPED_CODES = 4
 
 
@@ -34,7 +34,7 @@ FLIPPED_CODES = 4
 class Passage:
     """Outputs of one expert for its tokens, in float64."""
 
-    expected: Tensor  #: `[T, H]`, computed without rounding (int8, fp8: only activations are quantised)
+    expected: Tensor  #: `[T, H]`, computed without rounding, except that int8 and fp8 activations are quantised
     plain: Tensor  #: `[T, H]`, computed as plain 16-bit torch does
     variance: Tensor  #: `[T, H]`, square of the standard error of all roundings
     extra: Tensor  #: `[T, H]`, bound of errors that do not average out
@@ -43,7 +43,7 @@ class Passage:
 def pass_16bit(
     x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]], combine: Combine, dtype: torch.dtype
 ) -> Passage:
-    """Compute one expert in 16-bit arithmetic: weights, hidden rows and down weights round once each, independently."""
+    """Compute one expert in 16-bit arithmetic: weights, hidden rows and down weights round once, independently."""
     unit = UNIT[dtype]
     exact, plain = ({name: ways[at].value for name, ways in first.items()} for at in (-1, 0))
     hidden = combine(exact.get("gate"), exact["up"])
@@ -53,7 +53,7 @@ def pass_16bit(
             spread = unit * (x.double().square() @ linear.weight.double().square().T).sqrt()
             moved = [combine(*_moved(exact, name, sign * spread)) for sign in (1, -1)]
             variance += torch.maximum(*((one - hidden).abs() for one in moved)).square()
-    variance += (unit * hidden).square()  # the down weights
+    variance += (unit * hidden).square()  # rounding of the down weights
     down = expert.down.exact(hidden)
     plain_hidden = rounded(combine(plain.get("gate"), plain["up"]), dtype)
     plain_down = emulate_16bit(plain_hidden, expert.down, dtype)[0]
@@ -84,7 +84,7 @@ def pass_fp8(
 ) -> Passage:
     """Compute one expert with e4m3 activations: the hidden rows are rounded to `dtype`, then quantised in groups.
 
-    A code that rounds the other way changes by at most 32, where codes go up to 448.
+    A code that rounds to the other neighbour changes by at most 32, since the largest code is 448.
     """
     values = {name: ways[0].value for name, ways in first.items()}
     hidden = rounded(combine(values.get("gate"), values["up"]), dtype)
@@ -122,13 +122,13 @@ class LayerComparison:
         self._extra.index_add_(0, tokens, passage.extra * weights.abs())
 
     def result(self, layer: int, actual: Tensor, experts: tuple[int, ...], k: int) -> ProjectionResult:
-        """Compare the kernels' output `[T, H]`."""
+        """Compare the kernels' output `[T, H]` with the sum of the experts, and return the result."""
         plain = rounded(self._plain, self._dtype).double()
         bound = CONFIDENCE * self._variance.sqrt() + self._extra + UNIT[self._dtype] * self._expected.abs()
         bound += torch.finfo(torch.float16).tiny * 2.0**-10 if self._dtype == torch.float16 else 2.0**-120
         exceedance = difference(actual, self._expected) / bound
         totals = Totals()
-        # Element bounds are no floor here: they assume larger roundings than the measured baseline has.
+        # The floor is zero: element bounds assume larger roundings than the measured baseline has.
         totals.add(actual, self._expected, plain, torch.zeros_like(bound), torch.arange(actual.shape[0]))
         found = [
             self._expert(index, expert, actual, plain, exceedance)

@@ -1,7 +1,7 @@
 """`config.json` of a GGUF file: its metadata under Hugging Face's keys.
 
 Keys are those of transformers 5.23 (`transformers.integrations.ggml.GGUF_CONFIG_MAPPING`) and, for architectures that
-it does not convert, those of the models' own configs. What no metadata tells is left to the model's defaults.
+it does not convert, those of the models' own configs. Keys that metadata lacks are left to the model's defaults.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def architecture_of(metadata: Mapping[str, Any], where: str) -> tuple[str, GgufA
     if not isinstance(name, str) or not name or not name.isprintable() or len(name) > 64:
         raise MoeqError("source.bad-header", f"{where}: general.architecture is {ascii(name)[:80]}, expected a name")
     if not metadata.get(f"{name}.expert_count"):
-        detail = f"{where}: is a dense {name} model, its metadata has no {name}.expert_count"
+        detail = f"{where} is a dense {name} model: its metadata has no {name}.expert_count"
         raise MoeqError("answer.not-moe", detail, "moeq is for models with routed experts")
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -92,7 +92,7 @@ def config_of(
 
 
 def _numbers(metadata: Mapping[str, Any], name: str, keys: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return the values of the architecture's keys that are there, under their names in the config."""
+    """Return the values of those of the architecture's keys that metadata has, under their names in the config."""
     found = {}
     for key, target in keys.items():
         value = metadata.get(f"{name}.{key}")
@@ -102,12 +102,12 @@ def _numbers(metadata: Mapping[str, Any], name: str, keys: Mapping[str, str], wh
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Return a number, or a list where they differ by layer. Raises MoeqError `source.bad-header` for other values."""
+    """Return a number, or a list of one per layer if they differ. Raises MoeqError `source.bad-header` otherwise."""
     if isinstance(value, memoryview):
         numbers = value.tolist()
         return numbers[0] if numbers and len(set(numbers)) == 1 else numbers
     if isinstance(value, float):
-        # Metadata holds float32: the shortest decimal that reads back as the same one is what the writer had.
+        # Metadata holds float32; seven digits give back the decimal number that the writer had.
         value = float(f"{value:.7g}")
     if isinstance(value, (int, float)) and isfinite(value):
         return value
@@ -124,7 +124,7 @@ def _layers(metadata: Mapping[str, Any], name: str, where: str) -> int:
 
 
 def _latent_heads(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return head sizes of multi-head latent attention, of whole keys and values as the model has them."""
+    """Return head sizes of multi-head latent attention, for whole keys and values instead of the latent ones."""
     keys = metadata.get("deepseek2.attention.key_length_mla", config.get("head_dim", 0))
     values = metadata.get("deepseek2.attention.value_length_mla", metadata.get("deepseek2.attention.value_length"))
     rope = config.get("qk_rope_head_dim", 0)
@@ -133,10 +133,11 @@ def _latent_heads(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dic
 
 
 def _linear_attention(config: Mapping[str, Any], metadata: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-    """Return what Qwen3-Next and Qwen3.5 say of their value heads and positions."""
+    """Return the config's keys about value heads and positions of Qwen3-Next and Qwen3.5."""
     heads, inner = config.get("linear_num_value_heads"), metadata.get(f"{name}.ssm.inner_size")
     if type(heads) is not int or type(inner) is not int or heads <= 0 or inner % heads:
-        raise MoeqError("source.bad-header", f"{where}: ssm.inner_size {ascii(inner)[:40]} is no {heads} value heads")
+        detail = f"{where}: ssm.inner_size {ascii(inner)[:40]} does not divide into {heads} value heads"
+        raise MoeqError("source.bad-header", detail)
     found: dict[str, Any] = {"linear_value_head_dim": inner // heads}
     sections, width = metadata.get(f"{name}.rope.dimension_sections"), metadata.get(f"{name}.rope.dimension_count")
     if type(width) is not int or not config.get("head_dim"):
@@ -157,7 +158,7 @@ def _linear_attention(config: Mapping[str, Any], metadata: Mapping[str, Any], na
 def _state_space(
     config: Mapping[str, Any], metadata: Mapping[str, Any], tensors: Collection[str], where: str
 ) -> dict[str, Any]:
-    """Return what Jamba says of its state-space layers, and which layers have attention and experts."""
+    """Return the config's keys about Jamba's state-space layers, and about which layers have attention and experts."""
     inner, hidden = metadata.get("jamba.ssm.inner_size"), config.get("hidden_size")
     if type(inner) is not int or type(hidden) is not int or hidden <= 0 or inner % hidden:
         raise MoeqError("source.bad-header", f"{where}: ssm.inner_size {ascii(inner)[:40]} is no multiple of {hidden}")

@@ -1,4 +1,4 @@
-"""Bytes that no file has: tensors as they were before llama.cpp's converter rearranged them, made on opening."""
+"""Files that are made when they are opened: tensors as they were before llama.cpp's converter rearranged them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def open_made(content: memoryview) -> int:
 def derive(
     change: Change, entry: TensorEntry, stored: GgufTensor, config: Mapping[str, Any], where: str
 ) -> tuple[TensorEntry, Make | None]:
-    """Return the entry of a tensor as the model has it, and what makes the file that it is in if no file has it so.
+    """Return the entry of a tensor in the model's arrangement, and the maker of its file; None if it is stored so.
 
     `entry` is the tensor as it is stored, under its Hugging Face name.
 
@@ -87,14 +87,15 @@ def _floats(tensor: GgufTensor) -> int:
 
 
 def _unpermuted(entry: TensorEntry, config: Mapping[str, Any], where: str) -> tuple[TensorEntry, Make]:
-    """Return entry and file of a tensor in which llama.cpp interleaved the halves of each head's rows.
+    """Return the entry and the file's maker for a tensor in which llama.cpp interleaved the halves of each head's rows.
 
     Source: `LlamaModel.permute` of its converter.
     """
     heads = config.get("num_key_value_heads" if "attn_k" in where else "num_attention_heads")
     rows = entry.shape[0] if entry.shape else 0
     if type(heads) is not int or heads <= 0 or not rows or rows % (2 * heads):
-        raise MoeqError("source.inconsistent", f"{where}: {rows} rows are no pairs of {ascii(heads)[:20]} heads")
+        detail = f"{where}: {rows} rows do not divide into pairs for {ascii(heads)[:20]} heads"
+        raise MoeqError("source.inconsistent", detail)
 
     def make(read: Reader) -> memoryview:
         import numpy as np
@@ -109,7 +110,7 @@ def _unpermuted(entry: TensorEntry, config: Mapping[str, Any], where: str) -> tu
 def _reordered(
     change: Change, entry: TensorEntry, stored: GgufTensor, config: Mapping[str, Any], where: str
 ) -> tuple[TensorEntry, Make]:
-    """Return entry and file of a tensor of Qwen3.5's linear attention.
+    """Return the entry and the file's maker for a tensor of Qwen3.5's linear attention.
 
     Where llama.cpp stores value heads by their number within a key head, the model groups them by key head
     (transformers 5.23, `integrations.gguf.gguf_conversion_mapping`).
@@ -117,10 +118,10 @@ def _reordered(
     names = ("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim")
     counts = [value for name in names if type(value := config.get(name)) is int and 0 < value < 1 << 16]
     if len(counts) < len(names) or counts[1] % counts[0]:
-        raise MoeqError("source.inconsistent", f"{where}: {', '.join(names)} are {counts}, which do not fit")
+        raise MoeqError("source.inconsistent", f"{where}: {', '.join(names)} are {counts}, which do not fit together")
     keys, values, head_size = counts
     per_key, size = values // keys, 1 if change in ("value-heads", "value-logarithm") else head_size
-    moved = keys * per_key * size  # the last rows or columns
+    moved = keys * per_key * size  # count of the last rows or columns, which are reordered
     axis = len(stored.shape) - 1 if change == "value-columns" else 0
     if not stored.shape or stored.shape[axis] < moved:
         detail = f"{where}: shape {list(stored.shape)} has no {moved} rows of value heads"
@@ -154,14 +155,14 @@ def join(
 ) -> tuple[GgufTensor, Make]:
     """Return a projection whose rows are in two tensors as one tensor: their bytes if both have one type, else float32.
 
-    Shared experts' gate and up follow each other. Qwen3-Next has, for each key head, its rows of queries, keys, values
-    (all in the first tensor, in this order) and gates (the second).
+    Gate and up rows of shared experts follow each other. Qwen3-Next's rows are grouped by key head: queries, keys and
+    values (from the first tensor, in this order), then gates (from the second).
     Raises MoeqError `source.inconsistent` if shapes, or shapes and config, do not fit.
     """
     (rows, columns), (more, others) = (
         tensor.shape if len(tensor.shape) == 2 else (0, -1) for tensor in (first, second)
     )
-    runs: tuple[tuple[int, int], ...] = ((0, rows), (1, more))  # the tensor, and how many of its rows
+    runs: tuple[tuple[int, int], ...] = ((0, rows), (1, more))  # number of the tensor, count of its rows
     heads = 1  # groups of rows; each takes the next rows of every run
     if first.name.endswith("attn_qkv.weight"):
         heads, size = config.get("linear_num_key_heads", 0), config.get("linear_key_head_dim", 0)
@@ -191,7 +192,7 @@ def join(
 
 
 def join_latent(name: str, file: str, keys: GgufTensor, values: GgufTensor, where: str) -> tuple[TensorEntry, Make]:
-    """Return entry and file of `kv_b_proj` of multi-head latent attention, float32: keys of a head, then its values.
+    """Return entry and file's maker for `kv_b_proj` of latent attention, float32: keys of a head, then its values.
 
     Args:
         keys: `attn_k_b` `[heads, rank, key rows]`, each head transposed; llama.cpp keeps both halves for its kernels.

@@ -1,8 +1,8 @@
-"""GGUF headers: parse and validate without trusting a byte.
+"""GGUF headers: parse and validate them without trusting a byte.
 
 GGUF versions 2 and 3, little-endian, as `gguf` 0.19 and llama.cpp write them: magic, version, two counts, metadata,
-tensor infos, and data from the next multiple of `general.alignment` on. The `gguf` package's own reader believes every
-count in a file, hence this one.
+tensor infos, and data from the next multiple of `general.alignment` on. The `gguf` package's own reader trusts every
+count in a file, which untrusted files forbid.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MAGIC = b"GGUF"
 #: Largest header, in bytes. Vocabularies of 200,000 tokens with their merges make about 12 MB.
 MAX_HEADER_BYTES = 256 << 20
 
-#: Bytes that are read first, and the factor by which further attempts grow.
+#: Bytes that are read at first, and the factor by which each further read is larger.
 _FIRST_BYTES, _GROWTH = 1 << 20, 4
 
 _MAX_KEYS, _MAX_TENSORS, _MAX_DEPTH, _MAX_ALIGNMENT = 1 << 16, 1 << 20, 4, 1 << 20
 _MAX_KEY_LENGTH, _MAX_TEXT = 1 << 16, 1 << 24
 
-#: Elements and bytes of a block, by the number of a type (`GGML_QUANT_SIZES` of gguf 0.19), with the type's name.
+#: Number of a type to (name, elements per block, bytes per block), by `GGML_QUANT_SIZES` of gguf 0.19.
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("f32", 1, 4),
     1: ("f16", 1, 2),
@@ -64,7 +64,7 @@ TYPES: dict[int, tuple[str, int, int]] = {
     41: ("q1_0", 128, 18),
 }
 
-#: Struct formats of metadata values, by the number of their type; 8 is text, 9 an array.
+#: Struct format of metadata values by the number of their type. Type 8 is text, type 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 
@@ -73,11 +73,11 @@ _TEXT, _ARRAY = 8, 9
 class GgufTensor:
     """One tensor of a file."""
 
-    name: str  #: its name in the file, such as `blk.0.ffn_gate_exps.weight`
-    type: str  #: its type, such as `q4_k`
-    shape: tuple[int, ...]  #: row-major shape; GGUF's dimensions in reverse
-    start: int  #: first byte, absolute in the file
-    end: int
+    name: str  #: name in the file, such as `blk.0.ffn_gate_exps.weight`
+    type: str  #: name of the type, such as `q4_k`
+    shape: tuple[int, ...]  #: row-major shape: GGUF's dimensions in reverse
+    start: int  #: first byte in the file
+    end: int  #: byte after the last
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class GgufHeader:
 
 
 class _NeedMoreError(Exception):
-    """The bytes that were read end before the header does; `args[0]` is the number of bytes that are needed."""
+    """The bytes that were read end before the header ends; `args[0]` is the least number of bytes to read."""
 
 
 def read_gguf_header(read: Callable[[int], bytes], file: str, size: int) -> GgufHeader:
-    """Read and validate the header of a file.
+    """Read and validate the header of a file of `size` bytes; `read(n)` returns its first n bytes.
 
     Raises MoeqError `source.bad-header`, `source.truncated`, `source.too-large`, `source.unsupported-format`.
     """
@@ -110,7 +110,7 @@ def read_gguf_header(read: Callable[[int], bytes], file: str, size: int) -> Gguf
         if needed > size:
             raise MoeqError(
                 "source.truncated",
-                f"{file}: is {size:,} bytes long, its GGUF header needs {needed:,} at least",
+                f"{file} is {size:,} bytes long, but its GGUF header needs {needed:,} at least",
                 "the download is incomplete; fetch the file again",
             )
         if needed > MAX_HEADER_BYTES:
@@ -146,13 +146,13 @@ class _Parser:
 
     def _preamble(self) -> tuple[int, int, int]:
         if self._raw[:4] != MAGIC[: len(self._raw)]:
-            raise MoeqError("source.bad-header", f"{self._file}: does not start with GGUF", "fetch the file again")
+            raise MoeqError("source.bad-header", f"{self._file} does not start with GGUF", "fetch the file again")
         self._at = 4
         version = self._number("I")
         if version in (0x02000000, 0x03000000):
-            raise MoeqError("source.unsupported-format", f"{self._file}: is a big-endian GGUF file")
+            raise MoeqError("source.unsupported-format", f"{self._file} is a big-endian GGUF file")
         if version not in (2, 3):
-            detail = f"{self._file}: is GGUF version {version}, moeq reads 2 and 3"
+            detail = f"{self._file} has GGUF version {version}, but moeq reads 2 and 3"
             raise MoeqError("source.unsupported-format", detail, "llama.cpp's gguf tools rewrite older files")
         tensors, keys = self._number("Q"), self._number("Q")
         if tensors > _MAX_TENSORS or keys > _MAX_KEYS:
@@ -161,7 +161,7 @@ class _Parser:
         return version, tensors, keys
 
     def _require(self, count: int) -> int:
-        """Step over so many bytes and return where they begin."""
+        """Step over `count` bytes and return the first one's position. Raises `_NeedMoreError` if they are not read."""
         start = self._at
         if start + count > len(self._raw):
             raise _NeedMoreError(start + count)
@@ -229,15 +229,15 @@ class _Parser:
             self._bad(f"the value of {key[:80]!a} has {items:,} items, more than {MAX_HEADER_BYTES:,} bytes")
 
     def _tensor_info(self) -> tuple[str, str, tuple[int, ...], int, int]:
-        """Return name, type, shape, bytes, and offset in the data area."""
+        """Return (name, type, shape, size in bytes, offset in the data area)."""
         name = self._name(MAX_NAME_LENGTH, "tensor name")
         rank = self._number("I")
         if rank > 4:
-            self._bad(f"tensor {name}: has {rank:,} dimensions, GGUF allows 4")
+            self._bad(f"tensor {name} has {rank:,} dimensions, but GGUF allows 4")
         shape = tuple(self._number("Q") for _ in range(rank))[::-1]
         kind, offset = self._number("I"), self._number("Q")
         if kind not in TYPES:
-            self._bad(f"tensor {name}: type {kind} is none that moeq knows (written by a newer llama.cpp?)")
+            self._bad(f"tensor {name}: moeq does not know type {kind} (was it written by a newer llama.cpp?)")
         title, block, width = TYPES[kind]
         numbers = 1
         for size in shape:
@@ -245,7 +245,7 @@ class _Parser:
             if numbers >= 1 << 63 or size >= 1 << 63:
                 self._bad(f"tensor {name}: shape {list(shape)} overflows 64 bits")
         if block > 1 and (not shape or shape[-1] % block):
-            self._bad(f"tensor {name}: rows of {list(shape)} are no whole blocks of {block} {title}")
+            self._bad(f"tensor {name}: rows of {list(shape)} do not divide into blocks of {block} {title}")
         return name, title, shape, numbers // block * width, offset
 
     def _placed(
@@ -261,7 +261,7 @@ class _Parser:
             if start + nbytes > self._size:
                 raise MoeqError(
                     "source.truncated",
-                    f"{self._file}: is {self._size:,} bytes long, tensor {name} ends at {start + nbytes:,}",
+                    f"{self._file} is {self._size:,} bytes long, but tensor {name} ends at {start + nbytes:,}",
                     "the download is incomplete; fetch the file again",
                 )
             found[name] = GgufTensor(name, title, shape, start, start + nbytes)

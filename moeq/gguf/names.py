@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: Change that a tensor needs beside its name. `rotary`: rows of each head are interleaved halves. `row`: an axis of
-#: length 1 goes in front. `minus-one`: norms are stored with 1 added. `values`: rows of value heads are in another
-#: order (with `head` one row per head, with `tail` after queries and keys), or columns are (`value-columns`).
-#: `logarithm`: stored as `-exp(x)`; `value-logarithm` as well, one number per value head. `channels`: an axis of length
-#: 1 goes between.
+#: Change that a tensor needs beside its name. `rotary`: the interleaved halves of each head's rows are separated.
+#: `row`: an axis of length 1 is added in front; `channels`: one is added after the first. `minus-one`: 1 is subtracted,
+#: which norms are stored with. `logarithm`: `x` is computed from the stored `-exp(x)`. Value heads are reordered by
+#: `values` (rows), `value-heads` (one row per head), `value-tail` (rows after queries and keys), `conv-tail` (that, and
+#: an axis added after the first), `value-columns` (columns) and `value-logarithm` (logarithms, one per head).
 Change = Literal[
     "rotary",
     "row",
@@ -35,6 +35,7 @@ _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(.+?)\.(weight|bias)")
 #: Expert tensors of a block: of all experts, or (until April 2024) of one, `ffn_gate.7`.
 _EXPERT = re.compile(r"ffn_(gate|up|down|gate_up)(_exps|\.(?:0|[1-9]\d{0,3}))")
 
+#: Mixtral's names of the projections.
 _SHORT = {"gate": "w1", "up": "w3", "down": "w2"}
 
 _TOP = {
@@ -143,17 +144,17 @@ class GgufArchitecture:
     experts: str = "mlp.experts"  #: path of the experts under a layer
     #: Name under a layer of the bias that takes part in choosing experts.
     correction: str = "mlp.gate.e_score_correction_bias"
-    changes: Mapping[str, Change] = field(default_factory=dict)  #: names within a block to what their tensors need
+    changes: Mapping[str, Change] = field(default_factory=dict)  #: names within a block to changes of their tensors
     #: Names within a block that are parameters of a module under a layer, not its weight.
     parameters: Mapping[str, str] = field(default_factory=dict)
-    #: Names within a block to the name of the tensor whose rows follow theirs, and the whole tensor's name.
+    #: Name within a block to (name of the tensor whose rows follow, name of the module that has both tensors' rows).
     joined: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     #: Keys of metadata (without the architecture) to keys of `config.json` that only this model has.
     config: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, object] = field(default_factory=dict)  #: entries of `config.json` that no metadata tells
+    defaults: Mapping[str, object] = field(default_factory=dict)  #: entries of `config.json` that metadata lacks
 
     def name(self, stored: str) -> tuple[str, Change | None] | None:
-        """Return a tensor's Hugging Face name and what it needs; None if there is no such tensor in the model."""
+        """Return a tensor's Hugging Face name and its change; None if the model has no such tensor."""
         head, _, part = stored.rpartition(".")
         if head in self.top:
             return f"{self.top[head]}.{part}", self.changes.get(head)

@@ -1,8 +1,8 @@
 """GGUF files of a folder or a repository as a checkpoint: Hugging Face's names, config and side files.
 
 Tensors of experts, and matrices of types that safetensors does not have, are parts `gguf_<type>` of a module, as
-`moeq.schemes.gguf` reads them. What llama.cpp's converter rearranged is turned back in files that do not exist on
-disk: `open` makes them (`moeq.gguf.derived`).
+`moeq.schemes.gguf` reads them. Tensors that llama.cpp's converter rearranged are put back in order in files that do
+not exist on disk: `open` makes them (`moeq.gguf.derived`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from moeq.schemes.gguf_blocks import readings
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
-#: Weights and biases of experts, all of a layer or one.
+#: Names of weights and biases of experts: of all experts of a layer together, or of one expert.
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down|gate_up)(_exps|\.\d+)\.(?:weight|bias)")
 
-#: Types that safetensors has.
+#: GGUF's types that safetensors has as well, with safetensors' names.
 _PLAIN = {
     "f32": "F32",
     "f16": "F16",
@@ -108,7 +108,7 @@ class _GgufFiles(Source):
     def _present(
         self, headers: Sequence[GgufHeader], name: str, sides: Sequence[str], config: dict[str, Any] | None = None
     ) -> None:
-        """Take over headers, the config beside the files if there is one, and the model's other files."""
+        """Fill the source from headers, side files and the config beside them (None: make one from the metadata)."""
         self._made: dict[str, Make] = {}
         self._tokenizer: dict[str, bytes] = {}
         self._converts = False
@@ -184,7 +184,7 @@ class _GgufFiles(Source):
                 continue
             name, change = known
             if name in found:
-                detail = f"{file}: {found[name]} and {source_name} are both {name}"
+                detail = f"{file}: {found[name]} and {source_name} both become {name}"
                 raise MoeqError("source.bad-names", detail)
             found[name] = source_name
             entry = entry_of(name, tensor, file, read_as.get(source_name))
@@ -195,7 +195,7 @@ class _GgufFiles(Source):
             yield entry
 
     def _joined_half(self, name: str, stored: _Stored, architecture: GgufArchitecture) -> Iterator[TensorEntry]:
-        """Yield the whole `kv_b_proj` if a tensor is the first half of one."""
+        """Yield the entry of the whole `kv_b_proj` if the named tensor is its first half."""
         block, found, _ = name.partition(".attn_k_b.weight")
         other, whole = f"{block}.attn_v_b.weight", architecture.name(f"{block}.attn_kv_b.weight")
         if not found or whole is None or other not in stored or stored[name][0] != stored[other][0]:
@@ -207,7 +207,7 @@ class _GgufFiles(Source):
         yield entry
 
     def _joined_rows(self, name: str, stored: _Stored, architecture: GgufArchitecture) -> Iterator[TensorEntry]:
-        """Yield the whole projection if a tensor holds the first rows of one."""
+        """Yield the entry of a whole projection if the named tensor holds its first rows."""
         block, _, inner = name.removesuffix(".weight").rpartition(".")
         second, module = architecture.joined.get(inner, ("", ""))
         other = f"{block}.{second}.weight"
@@ -267,7 +267,7 @@ class GgufSource(_GgufFiles, LocalSource):
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        # A file that was named owns nothing beside it.
+        # Where one file was named, the rest of its folder is not part of the source.
         return (self.folder,) if self._whole else tuple(self.folder / file.name for file in self.files)
 
 
@@ -327,14 +327,14 @@ def entry_of(name: str, tensor: GgufTensor, file: str, read_as: str | None = Non
 
 
 def _metadata(headers: Sequence[GgufHeader], where: str) -> Mapping[str, Any]:
-    """Return the metadata of the first part. Raises MoeqError `source.inconsistent` if the split is another."""
+    """Return the metadata of the first part. Raises MoeqError `source.inconsistent` if a part contradicts its name."""
     first = headers[0].metadata
     count = first.get("split.count", 1)
     if len(headers) > 1 or count not in (0, 1):
         for number, header in enumerate(headers):
             said = (header.metadata.get("split.no"), header.metadata.get("split.count"))
             if said != (number, len(headers)):
-                detail = f"says that it is part {said[0]} of {said[1]}, its name {number} of {len(headers)}"
+                detail = f"says that it is part {said[0]} of {said[1]}, but its name says {number} of {len(headers)}"
                 raise MoeqError("source.inconsistent", f"{where}: {header.file} {detail}", "parts are counted from 0")
     return first
 
@@ -363,6 +363,7 @@ def _readings(stored: _Stored) -> Iterator[tuple[str, str]]:
 
 
 def _counts(stored: _Stored) -> tuple[dict[str, int], dict[str, int]]:
+    """Count the tensors of experts, and all others, by type."""
     experts = Counter(tensor.type for name, (_, tensor) in stored.items() if _EXPERT.fullmatch(name))
     others = Counter(tensor.type for name, (_, tensor) in stored.items() if not _EXPERT.fullmatch(name))
     return dict(experts), dict(others)

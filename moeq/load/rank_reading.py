@@ -1,4 +1,4 @@
-"""Read a rank's bytes out of stacked tensors: whole experts in one read, shards one span after another."""
+"""Read a rank's bytes out of stacked tensors: whole experts in one pass, shards of experts span by span."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 #: Largest gap in bytes over which spans are joined: the operating system reads whole pages anyway.
 PAGE = 4096
 
-#: Number of threads that read: four move four times as much as one, eight a fifth more than four.
+#: Number of threads that read: four are four times as fast as one, eight a fifth faster than four.
 READERS = 8
 
-#: Bytes that a thread reads at a time: enough for a copy engine, little beside a layer.
+#: Bytes that a thread reads at a time: enough for a copy engine, little compared with a layer.
 STAGE = 4 << 20
 
 
@@ -53,7 +53,7 @@ class Span:
     stop: int  #: one past the last byte
     chosen: Bytes | None  #: positions of the units that are kept, counted from `start`; None for all
     kept: int  #: number of bytes that are kept
-    width: int = 1  #: bytes of a unit, 1 to 8
+    width: int = 1  #: bytes per unit, 1 to 8
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class PartCut:
 
 @lru_cache(maxsize=64)
 def part_cuts(layout_id: str, spec: MatrixSpec, window: Window) -> Mapping[str, PartCut]:
-    """Find the bytes of every part of a packed expert that make up the packing of a shard.
+    """Find the bytes of every part of a packed expert that make up the packing of a shard, by part.
 
-    The layout's own `slice_parts` cuts parts whose bytes spell out their positions, so its result lists the positions
-    of the shard's bytes.
+    The layout's own `slice_parts` cuts stand-in parts, each byte of which spells its position. The result lists the
+    positions of the shard's bytes.
 
     Raises MoeqError `usage.illegal-slice` if the layout allows no such slice.
     """
@@ -121,7 +121,7 @@ def _spans(index: Tensor, size: int) -> tuple[Span, ...] | None:
 
 
 def _units(chosen: Bytes) -> tuple[Bytes, int]:
-    """Convert positions of bytes to positions of the largest units that they consist of, and the bytes of a unit."""
+    """Convert positions of bytes to positions of the largest units that they consist of; also return a unit's bytes."""
     for width in (8, 4, 2):
         if len(chosen) % width == 0:
             units = chosen.reshape(-1, width)
@@ -163,7 +163,7 @@ def read_shards(
     device: torch.device | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Read the shard of `tensor[rows]` that `cut.spans` select, and only gaps of less than a page beside it.
+    """Read the shard of `tensor[rows]` that `cut.spans` select, and no other bytes except gaps of up to a page.
 
     For `device` and `into` see `read_experts`.
     """
@@ -199,7 +199,7 @@ def read_shards(
 
 
 def holds(source: Source, name: str, tensor: Tensor) -> bool:
-    """Return whether a tensor has the shape and the bytes of a stored one."""
+    """Return whether a tensor has the shape and the bytes of the stored tensor `name`."""
     import numpy as np
     import torch
 
@@ -226,7 +226,7 @@ def holds(source: Source, name: str, tensor: Tensor) -> bool:
 
 
 def _target(entry: TensorEntry, shape: tuple[int, ...], device: torch.device | None, into: Tensor | None) -> Tensor:
-    """Return `into` if it fits, else a new tensor."""
+    """Return `into` if it has the stored dtype and this shape and is contiguous, else a new tensor."""
     import torch
 
     dtype = torch_dtype("U8" if entry.dtype == "F8_E8M0" else entry.dtype)  # exponents are read as bytes
@@ -238,7 +238,7 @@ def _target(entry: TensorEntry, shape: tuple[int, ...], device: torch.device | N
 def _by_pieces(
     source: Source, file: str, out: Tensor, stage: int, reader: Callable[[int], Read], staged: bool | None = None
 ) -> None:
-    """Read a file for the pieces of some bytes `[n]`, by a few threads: some read while others copy.
+    """Call a reading function for every piece of the bytes `out` `[n]`, in a few threads: some read, others copy.
 
     Each thread opens the file for itself, since the operating system reads ahead for each opened file.
 

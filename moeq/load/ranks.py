@@ -1,4 +1,4 @@
-"""Plan what one rank of a deployment reads of a layer, or say why it cannot. Imports no torch."""
+"""Plan which bytes of a layer one rank of a deployment reads, or raise why it cannot. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moeq.model.division import slicing_obstacle, split_experts, split_intermedi
 
 @dataclass(frozen=True)
 class Rank:
-    """Rank of a deployment: its number and the number of ranks, in tensor and in expert parallelism."""
+    """Rank of a deployment: its number and the count of ranks, in tensor and in expert parallelism."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -59,7 +59,8 @@ class RankPart:
 def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPart:
     """Plan what a rank reads of a layer.
 
-    Ranks get whole blocks of `unit` intermediate features, some more than others (`moeq.model.division`).
+    `unit`: ranks get whole blocks of that many intermediate features, and some ranks get more blocks than others
+    (`moeq.model.division`); None: all ranks get equally many features.
 
     Raises MoeqError `usage.rank`, `usage.ep`, and `usage.tp` if the file does not serve that many ranks, naming the
     conversion that would.
@@ -73,15 +74,15 @@ def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPar
 
 
 def whole_matrices(matrices: Mapping[StackedRole, MatrixEntry]) -> dict[StackedRole, MatrixPart]:
-    """Return the parts of a rank that reads all of some stacked tensors."""
+    """Return the parts of a rank that reads stacked tensors as a whole."""
     return {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in matrices.items()}
 
 
 def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPart]:
     """Plan what a rank reads of a layer whose first experts are held twice, for load balancing.
 
-    The experts and the `redundant` replicas of all ranks are numbered through: a replica `num_experts + i` is expert
-    `i`. Every rank holds as many of these numbers as the others, in order (vLLM's initial placement, in `EplbState`).
+    Experts and `redundant` replicas are numbered consecutively: number `num_experts + i` is a replica of expert `i`.
+    Ranks hold equally many of these numbers, in order (vLLM's initial placement, in `EplbState`).
 
     Raises MoeqError as `plan_places`, and `usage.eplb` if the replicas do not spread evenly.
     """
@@ -93,7 +94,7 @@ def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPar
             "usage.eplb",
             f"layer {entry.layer}: {entry.num_experts} experts and {redundant} replicas do not spread evenly over "
             f"{rank.ep_size} ranks ({count} % {rank.ep_size} = {count % rank.ep_size})",
-            f"{near} replicas do, and every {rank.ep_size} more",
+            f"{near} replicas spread evenly, and so does each further {rank.ep_size}",
         )
     each = count // rank.ep_size
     numbers = range(rank.ep_rank * each, (rank.ep_rank + 1) * each)
@@ -101,7 +102,7 @@ def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPar
 
 
 def plan_places(entry: LayerEntry, rank: Rank, experts: Sequence[int]) -> list[RankPart]:
-    """Plan what a rank reads if it holds these experts, in this order: a part for each run of consecutive ones.
+    """Plan what a rank reads if it holds these experts in this order; return a part per run of consecutive experts.
 
     Raises MoeqError as `plan_rank`, and `usage.eplb` if experts were packed with numbers that a rank computed from all
     of its experts, if ranks share experts, or if the layer has no such expert.
@@ -139,7 +140,7 @@ def _experts(entry: LayerEntry, rank: Rank, held: tuple[int, int]) -> tuple[int,
 
 
 def _written_rank(entry: LayerEntry, rank: Rank) -> RankPart:
-    """Plan for a layer that was written rank by rank, which serves exactly that many ranks."""
+    """Plan for a layer that was written rank by rank: it serves exactly as many ranks as it was written for."""
     by_expert = entry.sharding.axis == "ep"
     number, asked = (rank.ep_rank, rank.ep_size) if by_expert else (rank.tp_rank, rank.tp_size)
     if asked != len(entry.ranks) or (by_expert and rank.tp_size > 1):
@@ -163,7 +164,7 @@ def _wrong_size(entry: LayerEntry, rank: Rank) -> MoeqError:
 
 
 def _cut(entry: LayerEntry, rank: Rank, unit: int | None) -> dict[StackedRole, MatrixPart]:
-    """Plan slices of an unsharded packing."""
+    """Plan the slices of `w13` and `w2` that a tensor-parallel rank reads of one packing for all ranks."""
     layout = get_layout(entry.layout)
     specs = {role: entry.matrices[role].spec for role in STACKED_ROLES}
     parts = split_intermediate(f"layer {entry.layer}", specs["w2"], rank.tp_size, unit)

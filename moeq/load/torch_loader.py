@@ -62,9 +62,9 @@ def load_experts(
         tp_size: number of ranks that share every expert.
         ep_rank: rank within expert parallelism.
         ep_size: number of ranks that share the experts; `expert_map` says which rank holds which.
-        dtype: dtype of the activations, which the kernel has to take; None: that of the conversion.
-        activation_dtype: `fp8` for kernels that quantise activations to e4m3, which costs accuracy: for FP8 weights,
-            and on Hopper, through `moeq_kernels.prepare`, for MXFP4 in Marlin's order or moeq's and symmetric int4.
+        dtype: dtype of the activations, which the kernel has to support; None: the conversion's.
+        activation_dtype: `fp8` for kernels that quantise activations to e4m3, which costs accuracy. They take FP8
+            weights, and on Hopper, after `moeq_kernels.prepare`, symmetric int4 and MXFP4 in Marlin's or moeq's order.
         verify: recompute the digest of every expert of the layer first, which reads them all.
         check_gpu: refuse a GPU of another architecture than the one converted for.
 
@@ -153,7 +153,7 @@ def checked_part(
     verify: bool,
     check_gpu: bool,
 ) -> RankPart:
-    """Make the checks that are asked for, then plan what a rank reads of a layer.
+    """Make the requested checks, then return the plan of what a rank reads of a layer.
 
     Raises MoeqError `environment.gpu-mismatch`, `source.digest-mismatch`, and the errors of `plan_rank`.
     """
@@ -165,7 +165,7 @@ def checked_part(
 
 
 def check_groups(entry: LayerEntry, part: RankPart) -> None:
-    """Raise MoeqError `answer.no-kernel` for a shard of act-order that needs the groups of the whole."""
+    """Raise MoeqError `answer.no-kernel` for a shard with act-order that needs the groups of the whole matrix."""
     for role, matrix in part.matrices.items():
         if matrix.spec.all_groups is not None and matrix.spec.all_groups * matrix.spec.group_size > matrix.spec.k:
             raise MoeqError(
@@ -208,7 +208,7 @@ def layer_entry(checkpoint: ConvertedCheckpoint, layer: int) -> LayerEntry:
 
 
 def uneven_unit(checkpoint: Checkpoint, layer: int) -> int | None:
-    """Return the block of intermediate features that ranks get whole, for formats whose engines cut unevenly."""
+    """Return the block size, in intermediate features, of formats that engines cut unevenly but in whole blocks."""
     return UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
 
 
@@ -227,11 +227,11 @@ def check_kernel(entry: LayerEntry, dtype: torch.dtype | None, converted_for: st
             "moeq.load_tensors hands out its tensors for other kernels; or convert for moeq's: moeq convert SRC DST "
             "--engine moeq",
         ) from error
-    asked = str(dtype).removeprefix("torch.") if dtype is not None else DTYPES.get(converted_for, converted_for)
-    if asked not in found.dtypes:
+    wanted = str(dtype).removeprefix("torch.") if dtype is not None else DTYPES.get(converted_for, converted_for)
+    if wanted not in found.dtypes:
         raise MoeqError(
             "usage.dtype",
-            f"layer {entry.layer}: activations are {asked}, and the kernel of {entry.layout} takes "
+            f"layer {entry.layer}: activations are {wanted}, and the kernel of {entry.layout} takes "
             f"{' or '.join(found.dtypes)}",
         )
 
@@ -283,7 +283,7 @@ def packed_experts(
 ) -> PackedExperts:
     """Read packed experts onto a device, without any check.
 
-    `rows` are experts within the stacked tensors, in the wanted order; None: those of `part`.
+    `rows` are numbers of experts within the stacked tensors, in the wanted order; None: the rows of `part`.
     """
     import torch
 
@@ -306,7 +306,7 @@ def read_parts(
 ) -> dict[str, Tensor]:
     """Read the packed parts of a rank's matrix, `[experts, ...]` each, onto a device (None: the CPU).
 
-    A part is read straight into its tensor of `into`, if that has the stored dtype and shape.
+    A part is read straight into its tensor of `into`, if that tensor has the stored dtype and shape.
     """
     source, names, into = checkpoint.source, matrix.stored.tensors, into or {}
     if matrix.window is None:
@@ -341,7 +341,7 @@ def fill_parts(
 def _cut_in_memory(
     checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, matrix: MatrixPart, cuts: Mapping[str, PartCut]
 ) -> dict[str, Tensor]:
-    """Cut parts that the layout computes for a shard instead of selecting bytes, one whole expert at a time."""
+    """Return the parts that the layout computes for a shard instead of selecting bytes, cut one expert at a time."""
     import torch
 
     layout, window = get_layout(entry.layout), matrix.window

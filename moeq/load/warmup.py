@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moeq_kernels import PreparedLayer
 
 
-#: Kinds of layers whose kernels this process has compiled and loaded (None), or does so meanwhile.
+#: Kind of layers to the future of its compilation in another thread; None once its kernels are compiled and loaded.
 _READY: dict[Any, Future[None] | None] = {}
 
 
@@ -31,7 +31,7 @@ class LayerKind:
     """Layers whose kernels are the same."""
 
     layers: tuple[int, ...]  #: numbers of the layers
-    what: str  #: the kernels' description of them: sizes, format, family of kernels, and the reason for portable ones
+    what: str  #: description of these layers: sizes, format, kernel family, and the reason if that is the portable one
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def warm_up(
     """Compile, in parallel, all kernels that the layers of all ranks need for 1 to `max_tokens` tokens.
 
     Args:
-        gpu: name of a GPU, which need not be in this machine; None: the one in this machine.
+        gpu: name of a GPU, which this machine need not have; None: this machine's GPU.
         tp: number of ranks that share every expert.
         ep: number of ranks that share the experts.
         dtype: dtype of the activations, `bf16` or `fp16`.
@@ -69,7 +69,7 @@ def warm_up(
             "environment.kernels", "TRITON_INTERPRET is set: kernels are interpreted, not compiled", "unset it"
         )
     if gpu is None and not torch.cuda.is_available():
-        raise MoeqError("environment.no-gpu", "this torch finds no GPU", f"{option('gpu', 'NAME')} needs none")
+        raise MoeqError("environment.no-gpu", "this torch finds no GPU", f"{option('gpu', 'NAME')} needs no GPU here")
     ranks = [Rank(i, tp, j, ep) for i in range(tp) for j in range(ep)]
     try:
         found = list(_prepared(checkpoint, gpu, ranks, dtype, max_tokens))
@@ -78,7 +78,7 @@ def warm_up(
             raise MoeqError(
                 "environment.kernels",
                 f"{here.name} is an AMD GPU: Triton compiles its kernels when they are first called, not ahead of time",
-                "serve the folder without: its first requests take longer",
+                "serve the folder without a warm-up: its first requests take longer",
             )
         done = warmup(layer for _, layer in found)
     except KernelEnvironmentError as error:
@@ -98,18 +98,19 @@ def warm_up(
 def _prepared(
     checkpoint: ConvertedCheckpoint, gpu: str | None, ranks: Sequence[Rank], dtype: str, max_tokens: int
 ) -> Iterator[tuple[tuple[int, ...], PreparedLayer]]:
-    """Prepare one layer of each kind without weights. Ranks differ if experts or features do not divide evenly.
+    """Yield (layer numbers, prepared layer without weights) for each kind of layer on each kind of rank.
 
-    Under expert parallelism each kind is prepared twice: vLLM hands kernels a map of experts, SGLang local numbers.
+    Ranks differ if experts or features do not divide evenly. Under expert parallelism each kind is prepared twice: vLLM
+    hands kernels a map of experts, SGLang local numbers.
     """
     import torch
 
     from moeq_kernels import prepare
 
-    info, asked = checkpoint.info, getattr(torch, DTYPES[dtype])
+    info, torch_dtype = checkpoint.info, getattr(torch, DTYPES[dtype])
     kinds: dict[Any, list[tuple[LayerEntry, RankPart]]] = {}
     for entry in checkpoint.manifest.layers:
-        check_kernel(entry, asked, dtype)
+        check_kernel(entry, torch_dtype, dtype)
         for rank in ranks:
             part = plan_rank(entry, rank, uneven_unit(checkpoint, entry.layer))
             check_groups(entry, part)
@@ -120,14 +121,14 @@ def _prepared(
         specs = {role: matrix.spec for role, matrix in part.matrices.items()}
         held = part.experts[1] - part.experts[0]
         device = "meta" if gpu else "cuda"
-        parts = empty_parts(entry.layout, specs, held, device, asked)
+        parts = empty_parts(entry.layout, specs, held, device, torch_dtype)
         numbers = tuple(dict.fromkeys(entry.layer for entry, _ in layers))
         for num_experts in (None, entry.num_experts) if ranks[0].ep_size > 1 else (None,):
             layer = prepare(
                 kernel_experts(entry.layout, specs, parts),
                 top_k=info.top_k or 1,
                 max_tokens=max_tokens,
-                dtype=asked,
+                dtype=torch_dtype,
                 hidden_size=entry.matrices["w2"].spec.n,
                 num_experts=num_experts,
                 gpu=gpu,
@@ -137,9 +138,9 @@ def _prepared(
 
 
 def make_ready(prepared: PreparedLayer, logger: logging.Logger, *, wait: bool = True) -> None:
-    """Compile, in parallel, and load all kernels of a layer, and log once for every kind of layer what they are.
+    """Compile, in parallel, and load all kernels of a layer; log them once for every kind of layer.
 
-    Unless asked to wait, the caller goes on meanwhile: the next call that waits also waits for these kernels.
+    With `wait=False` this returns at once; the next call that waits also waits for these kernels.
     """
     if (key := (prepared.problem, prepared.max_tokens, prepared.device)) not in _READY:
         if wait:
@@ -164,9 +165,9 @@ def _warm(prepared: PreparedLayer, logger: logging.Logger) -> None:
 
 
 def kernel_gpu(gpu: Gpu) -> str:
-    """Return the name that the kernels have for a GPU: its own, or that of one with the same architecture.
+    """Return the kernels' name for a GPU: the GPU's own name, or that of a GPU with the same architecture.
 
-    Raises MoeqError `usage.unknown-gpu` if they know none.
+    Raises MoeqError `usage.unknown-gpu` if there are no kernels for it.
     """
     from moeq_kernels.gpu import GPUS
 

@@ -40,20 +40,20 @@ if TYPE_CHECKING:
     from moeq.pipeline.pack.fast.formats import Fields
     from moeq.pipeline.pack.fast.path import Digests, FastPath, Outputs
 
-#: Experts that are unpacked again and compared with the source.
+#: Which experts are unpacked again and compared with the source.
 Proof = Literal["sample", "all"]
 
-#: A sample holds every expert with a number that this divides.
+#: A sample holds each rank's first expert and every sixteenth after it.
 SAMPLE_STEP = 16
 
-#: Host memory up to which threads are added, of the 2 GiB that a start may take beyond the engine's own.
+#: Bytes of host memory up to which threads are added. A start may take 2 GiB beyond the engine's own memory.
 USUAL_CEILING = 7 * 2**28
 
 
 class SampledPacker(Packer):
     """Packs one unit for this process alone: proves a sample of its experts, and records nothing."""
 
-    #: No thread waits for a disk here, and those that hand over less often wait less for the interpreter's lock.
+    #: Larger than the base class's: no thread waits for a disk, and fewer hand-overs wait less for the GIL.
     batch_bytes = 16 * 2**20
 
     _records = False
@@ -87,7 +87,7 @@ class SampledPacker(Packer):
     def _player(
         self, path: FastPath, data: StoredExperts, packed: PackedParts, scratch: Bytes, buffers: Buffers
     ) -> Player | None:
-        """Return what packs several experts at once, for one worker's buffers; None if they are packed one by one."""
+        """Return the player that packs several experts at once into one worker's buffers; None: pack one by one."""
         from moeq.layouts.loops.tape import Player
         from moeq.pipeline.pack.fast.at_once import record
 
@@ -115,7 +115,7 @@ class SampledPacker(Packer):
 
 @dataclass(frozen=True)
 class RankWork(Work):
-    """Work of packing some layers of one rank."""
+    """The work of packing some layers of one rank."""
 
     prove: Proof = "sample"  #: which experts are proven
 
@@ -150,7 +150,7 @@ class RankPacker:
 
         Args:
             tensors: `{role}_{part}` to the tensor that is filled, `[experts, ...]` on any device. Floating-point parts
-                are rounded to its dtype.
+                are rounded to that tensor's dtype.
 
         Raises MoeqError `source.*` for damaged files, `bug.round-trip` if packed bytes are not the source's values.
         """
@@ -168,7 +168,7 @@ class RankPacker:
     def _executor(self) -> Executor:
         units = self._work.plan.units
         memory = plan_memory(self._work, units, default_workers(), max_helpers=1, usual=USUAL_CEILING)
-        # Ranks that share experts read the same files: through the page cache, a disk is read once.
+        # Ranks that share experts read the same files: with the page cache the disk is read only once.
         on_gpu = any(tensor.device.type == "cuda" for tensor in self._targets.values())
         return Executor(
             *(self._work, None, memory.workers, memory.spare(), memory.helpers),
@@ -200,8 +200,8 @@ class TensorSink:
     """Sink that puts the packed parts of experts into stacked tensors, on any device.
 
     Args:
-        targets: `(first byte, byte after the last)` of a stacked tensor in the file that is planned, to the tensor that
-            is filled and to shape and dtype of one expert's part.
+        targets: `(first byte, byte after the last)` of a stacked tensor in the planned file, to (tensor to fill, shape
+            and dtype of one expert's part).
     """
 
     fd = -1
@@ -212,11 +212,11 @@ class TensorSink:
         self._stacks = [_Stack(*span, *targets[span]) for span in sorted(targets)]
         self._starts = [stack.start for stack in self._stacks]
         device = next(iter(targets.values()))[0].device
-        # The caller's stream: memory that it has just freed may still be in use there.
+        # Copies run on the caller's stream: memory that the caller has just freed may still be in use there.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def write(self, data: memoryview, position: int) -> None:
-        """Put the parts of consecutive experts, which begin at a place of the file, into their tensor."""
+        """Put the parts of consecutive experts, which begin at byte `position` of the file, into their tensor."""
         import torch
 
         stack = self._stacks[bisect(self._starts, position) - 1]
@@ -245,12 +245,12 @@ class _Stack:
         self._tensor = tensor
         self._dtype = torch_dtype(spec.dtype)
         self._bytes = flat_bytes(tensor) if tensor.dtype == self._dtype and tensor.is_contiguous() else None
-        # torch would start threads of its own for each of the threads that write.
+        # Numpy copies on the CPU: torch would start threads of its own for each of the threads that write.
         on_cpu = self._bytes is not None and self._bytes.device == torch.device("cpu")
         self._array = self._bytes.numpy() if self._bytes is not None and on_cpu else None
 
     def fill(self, data: memoryview, position: int) -> None:
-        """Put in the bytes from a place of the file on; a GPU may still be copying them."""
+        """Copy bytes, which begin at byte `position` of the file, into the tensor; a GPU copies asynchronously."""
         import torch
 
         first = position - self.start
@@ -266,21 +266,21 @@ class _Stack:
         if rows.device.type == "cpu":
             one_torch_thread()
             rows.copy_(found)
-        else:  # rounding on the GPU takes no processor
+        else:  # round on the GPU, which keeps the CPU free
             rows.copy_(found.to(rows.device, non_blocking=True))
 
 
 def pinned_memory(size: int) -> Bytes:
     """Allocate page-locked memory, from which a GPU reads several times faster and while the caller goes on.
 
-    It is the size that is asked for, while torch's own pinned memory is a power of two and never given back. Memory
-    that cannot be locked serves as well, more slowly.
+    The memory has exactly this size, in bytes, and is freed after use. Torch's own pinned memory is rounded up to a
+    power of two and never given back. Where locking fails, pageable memory is returned, which is slower.
     """
     import torch
 
     memory = aligned_memory(size)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if runtime.cudaHostRegister(memory.ctypes.data, size, 0) == runtime.cudaError.success:
-        assert isinstance(memory.base, np.ndarray)  # a slice of what owns the memory
+        assert isinstance(memory.base, np.ndarray)  # aligned memory is a slice of the array that owns it
         weakref.finalize(memory.base, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
     return memory

@@ -1,7 +1,7 @@
 """Upload a finished conversion to the Hub: weight files first, then one commit that makes everything visible.
 
-Until that commit the repository is what it was before, so nothing half-pushed can be loaded. Weight files that the Hub
-already has are not sent again, which is how a failed push is continued: by the same command.
+Until that commit the repository stays unchanged, so that no half-pushed conversion can be loaded. Weight files that the
+Hub already has are not sent again: the same command continues a failed push.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from moeq.version import __version__
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+#: Endings of weight files, which are uploaded before the commit.
 _WEIGHTS = (".safetensors", ".data")
-_MAX_NAME = 96  # of the Hub
+_MAX_NAME = 96  # characters, by the Hub's rule
 
-#: Users may write cards of their own; a push puts moeq's in their place and keeps them.
+#: Model cards, which users may change: a push writes moeq's card and keeps theirs under the second name.
 _CARDS = (CARD, SOURCE_CARD)
 
 
@@ -45,7 +46,7 @@ class PushTarget:
     """A repository that this machine's token may write to."""
 
     repo: str  #: `org/name`
-    files: frozenset[str]  #: what is in it, by path
+    files: frozenset[str]  #: paths of the files in it
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Upload:
 
     folder: Path  #: the conversion
     contents: Mapping[str, Path | bytes]  #: file name to its bytes, or to its path if it is large
-    card: bytes | None  #: the source's card, if there is one
-    seen: SeenFiles  #: the files as they were seen, which must not change
+    card: bytes | None  #: the source's model card, if there is one
+    seen: SeenFiles  #: state of the files when they were checked; they must not change
 
     @property
     def size(self) -> int:
@@ -69,14 +70,14 @@ class Pushed:
     repo: str  #: `org/name`
     url: str  #: page of the repository
     commit: str  #: commit that holds the conversion
-    files: int  #: files in it
-    size: int  #: bytes of them
-    removed: tuple[str, ...]  #: files of an earlier push that it no longer has
+    files: int  #: count of files in the commit
+    size: int  #: bytes of these files
+    removed: tuple[str, ...]  #: files of an earlier push that the commit removed
     names: tuple[str, ...] = ()  #: names of the files
 
 
 def check_name(repo: str) -> None:
-    """Refuse what cannot be a repository. Raises MoeqError `usage.push-name`."""
+    """Refuse names that no repository can have. Raises MoeqError `usage.push-name`."""
     name = repo.rpartition("/")[2]
     good = looks_like_repository(repo) and len(repo) <= _MAX_NAME
     if not good or "--" in repo or ".." in repo or name.endswith((".git", ".", "-")):
@@ -88,7 +89,7 @@ def check_name(repo: str) -> None:
 
 
 def open_target(repo: str, *, private: bool = True) -> PushTarget:
-    """Make sure, before hours of work, that a repository can be pushed to; a missing one is created, private or not.
+    """Make sure, before hours of work, that a repository can be pushed to; create it (`private` or not) if missing.
 
     Raises MoeqError `usage.push-name`; `environment.hub-token` without a token or with one that cannot write;
     `environment.hub` if the Hub cannot be reached; `usage.push-target` if the repository holds weights that moeq did
@@ -132,15 +133,15 @@ def gather(folder: Path, manifest: Manifest) -> Upload:
 
 
 def _require_files(folder: Path, names: Sequence[str], recorded: Mapping[str, FileDigest]) -> None:
-    """Require all files that the manifest knows, and no others except those that a Hub or a signature adds."""
+    """Require all files that the manifest lists, and no others except those that the Hub or a signature adds."""
     known = {*recorded, MANIFEST_NAME, SIGNATURE_NAME, CARD, SOURCE_CARD, HUB_SETTINGS}
     strangers = [name for name in names if name not in known]
     if strangers:
         shown = ", ".join(ascii(name)[1:-1][:100] for name in strangers[:8])
         raise MoeqError(
             "usage.foreign-files",
-            f"{folder} holds files that {MANIFEST_NAME} does not know: {shown}",
-            "only a conversion is pushed; move them away",
+            f"{folder} holds files that {MANIFEST_NAME} does not list: {shown}",
+            "move them away: only the files of a conversion are pushed",
         )
     absent = [name for name in recorded if name not in names]
     if absent:
@@ -148,7 +149,7 @@ def _require_files(folder: Path, names: Sequence[str], recorded: Mapping[str, Fi
 
 
 def _content(seen: SeenFiles, folder: Path, name: str, recorded: Mapping[str, FileDigest] | None) -> Path | bytes:
-    """Return a file as it is pushed, after a comparison with the manifest: weights by header and size."""
+    """Return a file as it is pushed, after comparing it with the manifest; weights are compared by header and size."""
     wanted = (recorded or {}).get(name)
     with closing_fd(seen.open(name)) as fd:
         size = os.fstat(fd).st_size
@@ -191,10 +192,10 @@ def push(
 ) -> Pushed:
     """Upload a conversion; its folder is not changed.
 
-    `replaced` are files whose content in the repository is not the folder's, or that the folder lacks.
+    `replaced` are files that the repository gets with other content than the folder's, or that the folder lacks.
 
-    Raises MoeqError `environment.hub-upload`, `environment.hub-token`, `source.changed`. Nothing is visible in the
-    repository then, and the same call goes on where it was.
+    Raises MoeqError `environment.hub-upload`, `environment.hub-token`, `source.changed`. The repository is unchanged
+    then, and the same call continues the upload.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -222,13 +223,13 @@ def push(
 
 
 def base_model_of(manifest: Manifest) -> str | None:
-    """Return the source's repository if it was read from the Hub."""
+    """Return the source's repository if it was read from the Hub, else None."""
     name = manifest.source.name
     return name if manifest.source.revision and looks_like_repository(name) else None
 
 
 def published_manifest(manifest: Manifest, base_model: str | None, replaced: Mapping[str, bytes]) -> bytes:
-    """Make `moeq.json` as it is pushed: without folders of this machine, with the files that the push replaces.
+    """Make the `moeq.json` that is pushed: without paths of this machine, with digests of the replaced files.
 
     A source that has no repository (`base_model`) is named by the last part of its path.
     """
@@ -248,7 +249,7 @@ def _api() -> HfApi:
 
 
 def _check_token(api: HfApi, repo: str) -> None:
-    """Refuse a missing token, and one that says that it only reads."""
+    """Refuse a missing token, and one whose role is to read only."""
     from huggingface_hub import get_token
 
     hint = "`hf auth login`, or set HF_TOKEN to a token with write access (https://huggingface.co/settings/tokens)"
@@ -272,7 +273,7 @@ def _explained(repo: str, folder: Path | None = None) -> Iterator[None]:
     except MoeqError:
         raise
     except (HfHubHTTPError, *transport_errors(), ValueError, RuntimeError) as error:
-        # RuntimeError and ValueError: what the client makes of failed uploads; the cause is what happened.
+        # The client raises RuntimeError and ValueError for failed uploads, with the true error as the cause.
         cause = error.__cause__ or error
         status = getattr(getattr(cause, "response", None), "status_code", None)
         if status in (401, 403):

@@ -1,4 +1,4 @@
-"""Check a conversion against its source: what the folder must hold is derived, and nothing else may be in it."""
+"""Check a conversion against its source, from which the whole content of the folder is derived again."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ from moeq.prove.findings import Findings, values_mismatch
 
 
 class AgainstSource(Findings):
-    """Findings from comparing with what the source gives (`moeq.prove.derived`), whatever the manifest says."""
+    """Findings from comparing a conversion with one derived from its source (`moeq.prove.derived`).
+
+    The manifest is not trusted but compared too.
+    """
 
     def __init__(self, converted: ConvertedCheckpoint, workers: int, progress: Advance, original: Checkpoint) -> None:
         super().__init__(converted, workers, progress)
         self._original = original
 
     def check(self, *, slow: bool) -> None:
-        """Check everything; `slow`: also unpack every expert of the conversion and decode every one of the source."""
+        """Check everything; `slow`: also unpack all experts of the conversion and decode all experts of the source."""
         original = self._original
         experts = sum(entry.num_experts for entry in self.manifest.layers)
         if original.source.identity() != self.manifest.source.identity:
@@ -64,7 +67,7 @@ class AgainstSource(Findings):
             self._decoded()
 
     def _check_manifest(self, derived: Derived) -> None:
-        """Compare the statements of the manifest with what the source gives."""
+        """Compare the manifest with the one that the source gives."""
         manifest, source = self.manifest, derived.source
         for recorded, entry in zip(sorted(manifest.layers, key=lambda row: row.layer), derived.layers, strict=True):
             name = f"layer {entry.layer}"
@@ -120,7 +123,7 @@ class AgainstSource(Findings):
         self._damaged(derived, damaged)
 
     def _damaged(self, derived: Derived, layers: set[int]) -> None:
-        """Name the experts that differ in some layers; if all their values are right, only padding differs."""
+        """Add a finding for every expert that differs in these layers, or one about padding if all values are right."""
         for entry in derived.layers:
             projections = len(entry.projections) * entry.num_experts
             if entry.layer not in layers:
@@ -144,7 +147,7 @@ class AgainstSource(Findings):
         return f"tensor {name} differs from the source's" + ("" if at is None else f" at byte {at:,}")
 
     def _side_files(self, derived: Derived) -> None:
-        """Compare every file without weights, and name every file that should not be there."""
+        """Compare every file without weights, and add a finding for every file that should not be there."""
         here, there = self.converted.source, derived.source.source
         plan = self._plan_side_files(derived)
         copied = copied_files(here, plan)
@@ -158,9 +161,9 @@ class AgainstSource(Findings):
             if self.contents.digest(copied[name], wanted.bytes) != wanted:
                 self.add("file", name, f"{name} differs from the source's")
         expected = converted_config(derived.source, self.manifest)
-        # Older versions of moeq did not write this key.
-        before = {key: value for key, value in expected.items() if key != "experts_implementation"}
-        if not any(_equal(here.config, one) for one in (expected, before)):
+        # Older versions of moeq do not write this key.
+        older = {key: value for key, value in expected.items() if key != "experts_implementation"}
+        if not any(_equal(here.config, one) for one in (expected, older)):
             self.add("file", CONFIG_NAME, f"{CONFIG_NAME} was changed")
         index = parse_object(here.read_file(INDEX_NAME, MAX_INDEX_BYTES), INDEX_NAME, "source.bad-index")
         if not _equal(index, index_of(derived.plan)):
@@ -174,10 +177,10 @@ class AgainstSource(Findings):
         return plan_side_files(derived.source.source, no_code=restore is not None and restore.no_code)
 
     def _restore_data(self, derived: Derived) -> None:
-        """Compare the restore data: they hold exactly what the source gives."""
+        """Compare the restore data with those that the source gives."""
         if self.manifest.restore is None:
             if self.manifest.files is not None:  # every version that recorded files wrote restore data
-                self.add("kept", RESTORE_DATA_NAME, "moeq.json does not tell what leads back to the source")
+                self.add("kept", RESTORE_DATA_NAME, "moeq.json does not name the restore data")
             return
         try:
             held = restore_data_of(self.converted)
@@ -203,7 +206,7 @@ class AgainstSource(Findings):
     def _recorded(self, derived: Derived) -> None:
         """Compare the manifest's digests with the files, so that checking without the source gives the same result.
 
-        Nothing is compared where a difference was found already: its digest differs, too.
+        Where a difference was found already, nothing is compared: its digest would differ as well.
         """
         if self.found:
             return
@@ -241,7 +244,7 @@ class AgainstSource(Findings):
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two JSON documents are the same; Python takes `1`, `1.0` and `true` for equal."""
+    """Return whether two JSON documents are the same. Plain `==` would take `1`, `1.0` and `true` for equal."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 

@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ProjectionDifference:
-    """Projection that differs."""
+    """Differences of one projection between two checkpoints."""
 
     layer: int  #: layer number
     expert: int  #: expert number
@@ -102,7 +102,7 @@ def diff(
     workers: int | None = None,
     progress: Advance | None = None,
 ) -> Difference:
-    """Compare two checkpoints, as `moeq.diff` does, which says what arguments and errors mean."""
+    """Compare two checkpoints. `moeq.diff` documents the arguments and errors."""
     a, b = open_checkpoint(left), open_checkpoint(right)
     report = progress or (lambda done, total, label: None)
     layers = [layer for layer in a.info.moe_layers if layer in b.info.moe_layers]
@@ -144,7 +144,7 @@ def _projections(a: Checkpoint, b: Checkpoint) -> Sequence[Projection]:
 def _compare(
     a: Checkpoint, b: Checkpoint, layer: int, expert: int, projection: Projection
 ) -> ProjectionDifference | None:
-    """Compare one projection; None if all numbers are equal (0.0 and -0.0 are, and so are NaN and NaN)."""
+    """Return the differences of one projection; None if all numbers are equal (0.0 equals -0.0, NaN equals NaN)."""
     import torch
 
     left, left_bias = numbers(a, layer, expert, projection)
@@ -214,6 +214,7 @@ def _shape(weight: Tensor, bias: Tensor | None) -> str:
     return f"{list(weight.shape)}{'' if bias is None else ' with a bias'}"
 
 
+#: Bytes of a tensor that are compared at once.
 _CHUNK = 16 * 2**20
 
 #: Number of rows that are dequantised at once.
@@ -224,7 +225,7 @@ _Rows = Callable[[int, int], "Tensor"]
 
 
 def compare_rest(a: Checkpoint, b: Checkpoint) -> tuple[int, list[str]]:
-    """Compare everything else and return how many tensors and modules there were, and one line for each difference.
+    """Compare all tensors outside routed experts; return the count of tensors and modules, and a line per difference.
 
     Modules that are quantised in either checkpoint and not stored alike are compared as numbers. Containers of experts
     may have different names in the two checkpoints (`mlp`, `block_sparse_moe`).
@@ -256,7 +257,7 @@ def compare_rest(a: Checkpoint, b: Checkpoint) -> tuple[int, list[str]]:
 def _renamed(a: Checkpoint, b: Checkpoint) -> dict[str, str]:
     """Map names of containers of experts in the second checkpoint to names in the first, where they differ.
 
-    A container within the other, such as Granite's beside a layer, is none that was renamed.
+    Pairs are left out if one name is within the other, such as Granite's: these containers were not renamed.
     """
     pairs = [(b.expert_prefix(n), a.expert_prefix(n)) for n in a.info.moe_layers if n in b.info.moe_layers]
     containers = [(theirs.rpartition(".")[0], ours.rpartition(".")[0]) for theirs, ours in pairs]
@@ -268,7 +269,7 @@ def _renamed(a: Checkpoint, b: Checkpoint) -> dict[str, str]:
 
 
 def _rest(checkpoint: Checkpoint, renamed: Mapping[str, str]) -> dict[str, TensorEntry]:
-    """Return all tensors that hold no routed expert of the decoder, by the name that they are compared under."""
+    """Return all tensors outside the decoder's routed experts, by the names under which they are compared."""
     names = set(checkpoint.source.expert_names)
     for layer in checkpoint.info.moe_layers:
         if checkpoint.kind == "source" or not checkpoint.is_packed(layer):
@@ -304,7 +305,7 @@ _Stored = QuantizedModule | Mapping[str, TensorEntry]
 
 
 def _compare_values(a: Source, ours: _Stored, b: Source, theirs: _Stored, name: str) -> Iterator[str]:
-    """Describe how two modules' numbers differ, if they do (0.0 and -0.0 are the same)."""
+    """Yield a line about how two modules' numbers differ, or nothing; 0.0 and -0.0 are the same."""
     left, right = _values(a, ours), _values(b, theirs)
     if left is None or right is None or left[1] != right[1]:
         yield f"{name} is {_shown(left)} and {_shown(right)}"
@@ -340,7 +341,7 @@ def _values(source: Source, stored: _Stored) -> tuple[_Rows, tuple[int, int]] | 
 
 
 def _compare_tensor(a: Source, left: TensorEntry, b: Source, right: TensorEntry) -> Iterator[str]:
-    """Describe how two tensors differ in type, shape or bytes, if they do."""
+    """Yield a line about how two tensors differ in type, shape or bytes, or nothing."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         yield f"{left.name} is {left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
         return

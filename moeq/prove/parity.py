@@ -1,4 +1,4 @@
-"""Compare moeq's packing of experts with the engine's own, byte for byte, and say which side is right."""
+"""Compare moeq's packing of experts with the engine's own packing, byte for byte, and say which side is right."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PartParity:
     part: str  #: `weight`, `scale`, ...
     experts: tuple[int, ...]  #: experts that were compared
     differing: tuple[int, ...]  #: experts whose bytes differ
-    verdict: str | None = None  #: sentence that says which side is right; None if nothing differs
+    verdict: str | None = None  #: sentence about which side is right; None if nothing differs
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Parity:
 
 @dataclass(frozen=True)
 class ParityUnit:
-    """Packing of one rank of one layer."""
+    """Experts of one rank of one layer whose packing is compared."""
 
     layer: int  #: layer number
-    rank: int | None  #: rank, or None for the whole
+    rank: int | None  #: rank, or None for one packing for all ranks
     experts: tuple[int, ...]  #: sampled experts of the rank
     intermediate: Range  #: intermediate features of the rank
     layout: Layout  #: layout of the layer
@@ -129,7 +129,7 @@ def _require_packer(layout: str) -> None:
     if layout not in PACKERS:
         raise MoeqError(
             "environment.no-engine-packing",
-            f"the engine's packing of {layout} does not run on a CPU, or is none: there is nothing to compare with",
+            f"the engine's packing of {layout} does not run on a CPU, or does not exist: nothing can be compared",
             f"parity covers {', '.join(PACKERS)}",
         )
 
@@ -179,7 +179,7 @@ def _plan(checkpoint: Checkpoint, layer: int, layout_id: str | None, tp: int) ->
 def _packed(
     checkpoint: Checkpoint, unit: ParityUnit, role: StackedRole, expert: int, padded: QuantizedMatrix
 ) -> Mapping[str, Tensor]:
-    """Return moeq's parts of one expert: those of the file, or packed now."""
+    """Return moeq's packed parts of one expert: read from the conversion, or packed now for a source."""
     if not unit.matrices:
         return unit.layout.pack(padded)
     source, names = checkpoint.source, unit.matrices[role].tensors
@@ -240,7 +240,7 @@ def _verdict(
     index: int,
     part: str,
 ) -> str:
-    """Say which side is right: unpack each side's part, with moeq's other parts, as the kernel reads it."""
+    """Return a sentence about which side is right: each side's part is unpacked, with moeq's other parts."""
     spec = matrix.spec
     if not same_matrix(unit.layout.unpack(ours, spec), matrix):
         return "moeq is wrong: its bytes do not unpack to the source's values"
@@ -251,13 +251,13 @@ def _verdict(
         return f"the engine's {part} has another size ({shape}, here {list(like.shape)}): it pads differently"
     swapped = {**ours, part: flat_bytes(tensor[index]).view(like.dtype).view(like.shape)}
     if same_matrix(unit.layout.unpack(swapped, spec), matrix):
-        return "both mean the same values to the kernel"
+        return "both are right: the kernel reads the same values from both"
     size = unit.intermediate.size
     if part == "scale" and spec.num_groups > 1 and experts.group_size >= size:
         advisory = " (moeq explain marlin-w13-scale-order)" if spec.role == "w13" else ""
         return (
             f"moeq is right: its bytes unpack to the source's values; the engine compares the group size "
             f"{experts.group_size} with the intermediate size {size} per rank instead of K = {spec.k}, and orders the "
-            f"scales as for one group while the kernel reads {spec.num_groups}{advisory}"
+            f"scales as for one group although the kernel reads {spec.num_groups} groups{advisory}"
         )
     return "moeq is right: its bytes unpack to the source's values, the engine's do not"

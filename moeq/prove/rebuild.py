@@ -1,8 +1,8 @@
 """Turn packed experts back into stored bytes by the fast path, and prove each before it is written. Imports no torch.
 
 A proof reads the rebuilt bytes as `moeq convert` reads a source: the packed bytes have to unpack to the same values,
-whose digests have to be the manifest's. Experts that fail the proof, or that have no fast path, are left to the
-reference path, which rebuilds them or says what is wrong.
+and the digests of these values have to be the manifest's. Experts that fail the proof, or that have no fast path, are
+left to the reference path, which rebuilds them or says what is wrong.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RestoredFiles:
 
     folder: Path  #: folder that they are in
     outputs: WeightFiles  #: the files by name
-    kept: Callable[[str], bytes | None]  #: function that reads a tensor that the conversion kept; None for others
+    kept: Callable[[str], bytes | None]  #: function that reads a tensor which the conversion kept; it returns None else
 
 
 #: Packed tensors of each shard of a unit, by part.
@@ -68,13 +68,13 @@ _Stacks = list[dict[str, TensorEntry]]
 def rebuild_experts(
     converted: ConvertedCheckpoint, original: Checkpoint, files: RestoredFiles, workers: int
 ) -> Generator[tuple[PackUnit, int, list[RebuiltPart]], None, None]:
-    """Rebuild experts of the source (`original`), and report each: unit, expert, and the parts that were written.
+    """Rebuild experts of the source (`original`), and yield (unit, expert, parts that were written) of each.
 
     Raises MoeqError `source.truncated`, `source.unreadable`; `environment.write`, `resources.disk-full`.
     """
     try:
         plan = plan_of(original, converted.manifest)
-    except MoeqError:  # this version of moeq does not convert the source so
+    except MoeqError:  # this version of moeq cannot make the same conversion
         return
     local = _ThreadLocal()
     with ThreadPoolExecutor(plan_memory(Work(original, plan), plan.units, workers).workers) as pool:
@@ -99,7 +99,7 @@ def rebuild_experts(
 
 
 def _stacks(converted: ConvertedCheckpoint, layer: LayerPlan, unit: PackUnit) -> _Stacks | None:
-    """Find the packed tensors of a unit; None if this version of moeq would write others."""
+    """Return the packed tensors of a unit; None if this version of moeq would write other tensors."""
     tensors, found = converted.source.tensors, []
     for shard in (layer.shards[index] for index in unit.shards):
         parts = {}
@@ -158,7 +158,7 @@ class _Rebuilder:
         scratch = buffers.take("scratch", fast_path.scratch_bytes)
         fast_path.rebuild(packed, stored, scratch)
         for target, data in zip(targets, memory, strict=True):
-            if kept := self._files.kept(target.name):  # it does not follow from the packed bytes
+            if kept := self._files.kept(target.name):  # the packed bytes cannot give this tensor
                 data[:] = np.frombuffer(kept, np.uint8)[target.offset : target.offset + target.size]
         read = fast_path.read(stored, scratch)
         proof = None if read is None else fast_path.prove(read, packed, scratch)
@@ -170,7 +170,7 @@ class _Rebuilder:
         return targets
 
     def _calibrated(self, packed: Outputs) -> FastPath | None:
-        """Calibrate the fast path by what the packed bytes say of their rank; None if they are impossible."""
+        """Return the fast path, calibrated by the factor in the packed bytes; None if that is no possible factor."""
         if not self._fast_path.calibration_reads:
             return self._fast_path
         largest = self._fast_path.stored_largest(packed)

@@ -1,9 +1,9 @@
 """Rebuild a conversion's source: the same files, byte for byte.
 
-Headers, configs and everything that does not follow from the logical matrices come from the restore data. The rest is
+Headers, configs and everything that cannot be rebuilt from logical matrices come from the restore data. The rest is
 rebuilt from the packed experts: by the fast path if there is one (`moeq.prove.rebuild`), else by the reference path,
-which unpacks each expert and packs it as its format does. Every byte is compared with a digest in the manifest before
-the folder gets its name: experts with those of their values, copies and restore data with those of their bytes.
+which unpacks each expert and packs it as its format does. Everything is compared with a digest in the manifest before
+the folder gets its name: experts by their values, copies and restore data by their bytes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def restore(
     workers: int | None = None,
     progress: Advance | None = None,
 ) -> Restoration:
-    """Rebuild the source checkpoint, as `moeq.restore` does, which says what arguments and errors mean."""
+    """Rebuild the source checkpoint. `moeq.restore` documents the arguments and errors."""
     checkpoint = open_checkpoint(dst)
     if not isinstance(checkpoint, ConvertedCheckpoint):
         raise not_converted(str(dst))
@@ -118,7 +118,7 @@ def _recorded_files(checkpoint: ConvertedCheckpoint, restore_data: RestoreData) 
     if manifest.files is None:
         raise MoeqError(
             "source.no-keepsake",
-            f"{MANIFEST_NAME} is of a version that kept no digests of files, so that copies cannot be compared",
+            f"{MANIFEST_NAME} was written by a version that kept no digests of files: copies cannot be compared",
             "restore it with the version of moeq that converted it",
         )
     with closing_fd(checkpoint.source.open(name)) as fd:
@@ -151,7 +151,10 @@ class _Restorer:
     written: dict[str, set[str]] = field(default_factory=dict)
 
     def run(self, destination: Path) -> Restoration:
-        """Write every file. The run fails unless each tensor of every header is written exactly once."""
+        """Write every file. Raises MoeqError unless each tensor of every header is written.
+
+        A stray tensor stands in a file's header although the source takes it from another file, or not at all.
+        """
         headers = self.restore_data.headers
         rebuilt_names = {
             entry.name
@@ -187,7 +190,7 @@ class _Restorer:
         return Restoration(destination, sizes, len(rebuilt_names) - len(kept), len(kept), copied, missing)
 
     def _copy(self, files: WeightFiles, entry: TensorEntry, stray: bool, kept: bool) -> None:
-        """Copy a tensor, from the restore data or from the conversion's weights, whose digest it has to have."""
+        """Copy a tensor from the restore data, or from the conversion's weights, where its digest is compared."""
         if stray or kept:
             name = f"stray/{entry.file}/{entry.name}" if stray else f"tensor/{entry.name}"
             source, wanted = self.restore_data.path.name, None
@@ -231,7 +234,7 @@ class _Restorer:
             self.outputs.put_text(name, text)
 
     def _rebuild_fast(self, files: WeightFiles) -> set[tuple[int, StackedRole, int]]:
-        """Rebuild what the fast path can, and return layer, role and expert of every matrix that is finished."""
+        """Rebuild matrices by the fast path where it can; return layer, role and expert of those that are finished."""
         finished: set[tuple[int, StackedRole, int]] = set()
         restored = RestoredFiles(self.outputs.folder.path, files, self._kept)
         with closing(rebuild_experts(self.converted, self.original, restored, self.workers)) as experts:
@@ -278,6 +281,7 @@ class _Restorer:
         return written
 
     def _mark(self, file: str, name: str, count: int, label: str | None = None) -> None:
+        """Note that `count` bytes of a tensor are written, and report progress."""
         self.done += count
         self.written.setdefault(file, set()).add(name)
         total = sum(entry.size for entry in self.restore_data.headers.values())

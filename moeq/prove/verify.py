@@ -1,8 +1,8 @@
 """Prove that a conversion holds what was converted: against its manifest alone, or against its source.
 
-Without the source, every byte is compared with the manifest's digests. That proves that nothing was changed since; a
-signature also proves whose manifest it is. With the source nothing in the manifest is trusted: the contents of the
-folder are derived from the source (`moeq.prove.derived`), and no other file may be in it.
+Without the source, every byte is compared with the manifest's digests. This proves that nothing has changed since the
+conversion; a signature also proves whose manifest it is. With the source nothing in the manifest is trusted: the
+contents of the folder are derived from the source (`moeq.prove.derived`), and no other file may be in it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Verification:
     """Result of `verify`."""
 
     destination: str  #: the conversion
-    source: str | None  #: the source compared with, or None
+    source: str | None  #: the source that the conversion was compared with, or None
     units: int  #: number of expert projections whose packed tensors were compared, by their bytes or their values
     source_units: int  #: number of expert projections that were packed again from the source
     tensors: int  #: number of other tensors that were compared, byte for byte
@@ -52,7 +52,7 @@ class Verification:
     bytes: int  #: bytes of tensors that were hashed
     losses: int  #: number of stored numbers that packing was allowed to change; digests are those of the stored numbers
     signed: bool | None  #: whether the manifest is signed by the given key; None if none was given
-    unproven: tuple[str, ...]  #: files that were compared with nothing; no loader reads them
+    unproven: tuple[str, ...]  #: files that could not be compared with anything; no loader reads them
     notes: tuple[str, ...]  #: sentences about what was not checked, or is not proven
     mismatches: tuple[Mismatch, ...]  #: everything that differs
 
@@ -75,7 +75,7 @@ def verify(
     workers: int | None = None,
     progress: Advance | None = None,
 ) -> Verification:
-    """Check every byte of a conversion, as `moeq.verify` does, which says what arguments and errors mean."""
+    """Check every byte of a conversion. `moeq.verify` documents the arguments and errors."""
     converted = open_checkpoint(dst)
     if not isinstance(converted, ConvertedCheckpoint):
         raise not_converted(str(dst))
@@ -100,7 +100,7 @@ def verify(
     recorded = (check.manifest.files or {}).keys() if source is None else ()
     proven = {*recorded, *([SIGNATURE_NAME] if signed else [])}
     wrong = {found.name for found in check.found if found.kind == "values" and " expert " in found.name}
-    check.counts["units"] -= len(wrong)  # these were compared, and are not proven
+    check.counts["units"] -= len(wrong)  # projections with wrong values were compared but not proven
     return Verification(
         str(dst),
         None if source is None else str(source),
@@ -130,7 +130,7 @@ def _notes(check: Findings, alone: bool, slow: bool, signed: bool | None) -> Ite
     if check.manifest.files is None:
         source = option("source")
         yield (
-            f"moeq.json is of a version that kept no digests of files: without {source} only the experts were checked, "
+            f"moeq.json was written by a version without digests of files: without {source} only experts were checked, "
             "not other tensors, config.json, tokenizer or code"
         )
     elif not slow and not signed:

@@ -1,4 +1,4 @@
-"""Transcodings that an engine takes although it refuses the checkpoint: planned from headers, judged as written."""
+"""Transcodings that an engine takes although it refuses the checkpoint: planned from headers, judged by the oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GROUPS = (64, 32, 16)
 
 #: Spellings in the order in which they are tried.
 _NAMES: tuple[NamesOption, ...] = ("source", "per-expert", "mlp", "block-sparse-moe", "stacked")
-#: Gate of names that the engine's class does not load.
+#: Gate that fails if the engine's class does not load the experts' names.
 _NAMES_GATE = "G12"
 
 #: Fate of the values: all stay; the file is written only if all stay; values that do not fit are rounded.
@@ -43,9 +43,9 @@ _PROOFS: dict[Proof, str] = {
 class Advice:
     """A transcoding that the engine would take."""
 
-    command: str
-    backend: str
-    proof: Proof
+    command: str  #: command line that writes it
+    backend: str  #: backend that would run it
+    proof: Proof  #: fate of the values
 
     @property
     def text(self) -> str:
@@ -58,14 +58,14 @@ class Advice:
 def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = None) -> Advice | None:
     """Find a transcoding that an engine takes on a deployment where it refuses the source checkpoint.
 
-    The first exact one, else the first that depends on the data, else floats. None if nothing helps: the engine is
-    moeq's own, which reads every format, or what it refuses is not the format.
+    The first exact transcoding is taken, else the first whose exactness depends on the data, else one with rounding.
+    None if nothing helps: the engine is moeq's own, which reads every format, or does not refuse because of the format.
     """
     if deployment.engine == BUILTIN or heads_problem(checkpoint, deployment) is not None:
         return None
     found: dict[Proof, Advice] = {}
     stored = checkpoint.experts(first_layer(checkpoint)).layer
-    # The loader of a class that is not known may look for what the source has.
+    # The loader of an unknown class may look for stacks, as the source has them.
     stacked = stored.fused and known_class(checkpoint.info.architecture, deployment.engine) is None
     for request in _requests(src or checkpoint.source.name, checkpoint, deployment):
         for names in _NAMES:
@@ -77,7 +77,7 @@ def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = Non
                 continue
             proof = _proof(plan)
             if proof is None or proof in found:
-                break  # names do not change that
+                break  # other names would not change that
             verdict = _judged(checkpoint, plan, deployment)
             if verdict.ok and verdict.chosen is not None:
                 found[proof] = Advice(_command(plan.request, proof), verdict.chosen.backend, proof)
@@ -89,10 +89,10 @@ def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = Non
 
 
 def _requests(src: str, checkpoint: Checkpoint, deployment: Deployment) -> Iterator[TranscodeRequest]:
-    """Yield transcodings to try.
+    """Yield the transcodings to try, in order.
 
-    First the source's own format, in case only names are in the way; then compressed-tensors, also with finer groups;
-    then other formats; at last floats of the deployment's type.
+    The source's own format comes first, in case only names are in the way; then compressed-tensors, also with finer
+    groups; then other formats; at last floats of the deployment's dtype.
     """
     revision = checkpoint.source.revision
     own = _own_format(checkpoint)
@@ -117,7 +117,7 @@ def _command(request: TranscodeRequest, proof: Proof) -> str:
 
 
 def _proof(plan: TranscodePlan) -> Proof | None:
-    """Return what headers tell about the values; None for what no one should do (integers as FP8 blocks)."""
+    """Return the fate of the values by headers; None for transcodings to advise against (integers as FP8 blocks)."""
     kinds = {found for layer in plan.survey.layers for expert in layer.kinds.values() for found in expert.values()}
     kinds |= {module.projected for module in plan.survey.modules}
     if all(_exact(projected, plan) for projected in kinds):
@@ -130,15 +130,15 @@ def _proof(plan: TranscodePlan) -> Proof | None:
 
 
 def _exact(projected: Projected, plan: TranscodePlan) -> bool:
-    """Return whether the target holds every value, whatever the data are."""
+    """Return whether the target holds every value for any data."""
     before, after = projected.source.spec, projected.spec
     if (before.element, before.scale_dtype) != (after.element, after.scale_dtype):
         return False
-    if projected.spelling == "gptq":  # version 1 has no zero point of 0 that all its readers agree about
+    if projected.spelling == "gptq":  # readers of version 1 disagree about zero points of 0
         return before.symmetric or plan.request.to == "gptq_v2"
     if "fp8-block" in projected.spelling:  # scales per channel are scales per block if 128 of them are equal
         return kind_of(projected.source) == "fp8-block"
-    return projected.spelling != "ct-nvfp4"  # which stores the reciprocal of the global scale
+    return projected.spelling != "ct-nvfp4"  # the reciprocal of the global scale, which it stores, may be rounded
 
 
 def _own_format(checkpoint: Checkpoint) -> str | None:
@@ -151,10 +151,10 @@ def _own_format(checkpoint: Checkpoint) -> str | None:
 
 
 def _judged(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment) -> Verdict:
-    """Judge what would be written, with the names of its experts and its modules that are no experts."""
+    """Return the verdict on the transcoded checkpoint, with the names of its experts and its other modules."""
     result, layer = planned_result(checkpoint, plan), first_layer(checkpoint)
     verdict = with_names(result, judge_checkpoint(result, deployment, layer, explain=False), layer)
     if not has_static_scale(result.scheme_of(layer)):
         return verdict
     faulty = next((number for number in plan.layers_by_number if checkpoint.scale_faults(number)), layer)
-    return with_scales(checkpoint, verdict, faulty)  # scales are carried over, with what is wrong about them
+    return with_scales(checkpoint, verdict, faulty)  # scales are carried over, and so are their faults

@@ -1,4 +1,4 @@
-"""Comparison of values before and after, number by number: exact, or which blocks differ, where and by how much."""
+"""Comparison of values before and after transcoding: equal, or which blocks differ, where and by how much."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _ROWS = 256
 class Loss:
     """Changes that transcoding made in one projection."""
 
-    module: str  #: the source's module
-    numbers: int  #: numbers that changed
-    of: int  #: numbers there are
-    blocks: int  #: blocks (what shares one scale in the target) with such numbers
-    of_blocks: int  #: blocks there are
-    block: tuple[int, int]  #: their rows and columns
+    module: str  #: name of the written module
+    numbers: int  #: count of numbers that changed
+    of: int  #: count of all numbers
+    blocks: int  #: count of blocks with such numbers; the numbers of a block share one scale in the target
+    of_blocks: int  #: count of all blocks
+    block: tuple[int, int]  #: rows and columns of a block
     max_abs: float  #: largest change; infinite if a number became infinite or NaN
     relative: float  #: norm of the change over the norm of the source
     first: tuple[int, int]  #: row and column of the first number that changed
-    before: float  #: its value in the source
-    after: float  #: its value now
+    before: float  #: value of that number in the source
+    after: float  #: value of that number in the target
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; infinities and NaN are texts."""
@@ -42,7 +42,7 @@ class Loss:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Loss:
-        """Read what `to_json` gives. Raises KeyError, TypeError or ValueError for anything else."""
+        """Read the values that `to_json` gives. Raises KeyError, TypeError or ValueError for other values."""
         floats = ("max_abs", "relative", "before", "after")
         pairs = {key: tuple(map(int, row[key])) for key in ("block", "first")}
         return cls(**{**row, **{key: float(row[key]) for key in floats}, **pairs})
@@ -61,7 +61,7 @@ class Loss:
 def compare(
     module: str, before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
 ) -> Loss | None:
-    """Compare a matrix with what was written; None if all values are equal (0.0 and -0.0 are, and NaN and NaN)."""
+    """Compare a matrix with the written one; None if all values are equal (0.0 equals -0.0, NaN equals NaN)."""
     if same_codes(before, after):
         return None
     spec = before.spec
@@ -75,7 +75,7 @@ def compare(
 
 
 def same_codes(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> bool:
-    """Return whether two matrices are equal part by part: stricter than equal values, and cheaper to find out."""
+    """Return whether two matrices are equal part by part, which is stricter than equal values and cheaper to test."""
     import torch
 
     if not isinstance(after, QuantizedMatrix) or before.spec.element != after.spec.element:
@@ -90,7 +90,7 @@ def same_codes(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> bool
             return False
         rows = [tensor.flatten() for tensor in (one, other)]
         if all(row.dtype == torch.uint8 and (row.numel() | int(row.storage_offset())) % 8 == 0 for row in rows):
-            rows = [row.view(torch.int64) for row in rows]  # eight at once
+            rows = [row.view(torch.int64) for row in rows]  # compare eight bytes at once
         return bool(torch.equal(*rows))
 
     def plain(scales: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def same_codes(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> bool
 
 
 def measured_loss(module: str, change: Measured | None, size: tuple[int, int], block: tuple[int, int]) -> Loss | None:
-    """Make a row of the report of what compiled loops found; None if nothing changed."""
+    """Return a measured change as a loss of the report; None if nothing changed."""
     if change is None or not change.numbers:
         return None
     return Loss(
@@ -157,12 +157,12 @@ def _measured_in_torch(
 
 
 def relative(squares: float, norm: float) -> float:
-    """Divide the norm of the change by the norm of the source, rounded to digits that no order of adding changes."""
+    """Divide the norms of change and source, given as squares; round away digits that depend on the order of sums."""
     return float(f"{squares**0.5 / norm**0.5:.9g}") if norm else float("inf")
 
 
 def _rows(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield the first row and the float32 values of both, some rows at a time."""
+    """Yield (first row, values before, values after) in float32, some rows at a time."""
     left, right = _reader(before), _reader(after)
     for start in range(0, before.spec.n, _ROWS):
         stop = min(start + _ROWS, before.spec.n)

@@ -1,8 +1,8 @@
 """Quantisation configs as the tools of each target format write them.
 
-What is listed as left alone comes from the tensors, which decide what is quantised. Sources: compressed-tensors 0.20
-(`QuantizationConfig`), GPTQModel 7.7 (`QuantizeConfig`), nvidia-modelopt 0.47, DeepSeek's and OpenAI's checkpoints; how
-vLLM 0.33 matches each of them.
+Modules that are not quantised are listed by the tensors that are written, not by the source's config. Sources:
+compressed-tensors 0.20 (`QuantizationConfig`), GPTQModel 7.7 (`QuantizeConfig`), nvidia-modelopt 0.47, DeepSeek's and
+OpenAI's checkpoints, and how vLLM 0.33 matches names of each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CT_VERSION = "0.20.0"
 
 @dataclass(frozen=True)
 class Quantisation:
-    """A way of quantising modules, as far as a config says it."""
+    """A way of quantising modules, as a config describes it."""
 
     spelling: str  #: stored form (`moeq.transcode.spellings`)
     bits: int
@@ -78,7 +78,7 @@ def compressed_tensors(contents: Contents) -> dict[str, Any]:
 
 
 def kt_amx(contents: Contents, method: str) -> dict[str, Any]:
-    """Make `quantization_config` of ktransformers' experts, which only moeq reads: kernels are told by options."""
+    """Make `quantization_config` of ktransformers' experts, which only moeq reads: ktransformers takes options."""
     return {"quant_method": method}
 
 
@@ -88,7 +88,7 @@ def gguf(contents: Contents) -> dict[str, Any]:
 
 
 def _ct_group(weights: Quantisation) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-    """Return format, arguments of weights and arguments of activations, None for those in 16 bits."""
+    """Return (format, arguments of weights, arguments of activations); the last is None for 16-bit activations."""
     if weights.spelling == "ct-pack":
         return "pack-quantized", _ct_integers(weights), None
     variant, arguments, activations, always = _CT_FLOATS[weights.spelling]
@@ -130,7 +130,7 @@ _CT_FLOATS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] =
 
 
 def gptq(contents: Contents, variant: str) -> dict[str, Any]:
-    """Make `quantization_config` of GPTQModel: exceptions and modules that are left alone stand under `dynamic`."""
+    """Make `quantization_config` of GPTQModel; its `dynamic` lists exceptions and modules that are not quantised."""
     usual = contents.usual
     everything = [name for names in contents.quantised.values() for name in names]
     dynamic: dict[str, Any] = {f"-:{text}": {} for text in _containers(contents.plain, everything)}
@@ -169,7 +169,7 @@ def fp8_blocks(contents: Contents) -> dict[str, Any]:
 
 
 def deepseek_v4(contents: Contents) -> dict[str, Any]:
-    """Make `quantization_config` of DeepSeek-V4, which says `expert_dtype: fp4` outside of it."""
+    """Make `quantization_config` of DeepSeek-V4, whose `expert_dtype: fp4` stands beside this config."""
     return {**fp8_blocks(contents), "scale_fmt": "ue8m0"}
 
 
@@ -192,7 +192,7 @@ def modelopt(contents: Contents) -> dict[str, Any]:
         "producer": {"name": "moeq", "version": __version__},
         "quant_method": "modelopt",
     }
-    # Experts with blocks are read from a mixed table alone.
+    # Engines read experts with FP8 blocks only from a mixed table.
     if len(contents.quantised) == 1 and contents.usual.spelling != "fp8-block":
         algorithm = _algorithm(contents.usual)
         group = _modelopt_group(contents.usual)
@@ -218,7 +218,7 @@ def _algorithm(weights: Quantisation) -> dict[str, Any]:
     if weights.spelling == "modelopt-mxfp8":
         return {"quant_algo": "MXFP8", "group_size": 32}
     names = {"modelopt-fp8": "FP8", "modelopt-fp8-channel": "FP8_PER_CHANNEL_PER_TOKEN"}
-    return {"quant_algo": names.get(weights.spelling, "fp8_pb_wo")}  # which ModelOpt writes so
+    return {"quant_algo": names.get(weights.spelling, "fp8_pb_wo")}  # ModelOpt spells this one in lower case
 
 
 def _modelopt_group(weights: Quantisation) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def modelopt_side(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Find regular expressions that match all of some names and none of others, as few as templates of numbers give.
+    """Return regular expressions that match all of `names` and none of `others`, with numbers as templates.
 
     Raises MoeqError `bug.pattern` if a name is in both.
     """
@@ -265,14 +265,14 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def _experts_modules(names: Iterable[str]) -> set[str]:
-    """Return the modules of all experts of a layer, by which vLLM looks for the rule of its fused experts."""
+    """Return the names of the modules that contain experts: vLLM looks up the rule of fused experts by them."""
     return {match[1] for name in names if (match := re.fullmatch(r"(.+\.experts)\.\d+\.[^.]+", name))}
 
 
 def _containers(names: Iterable[str], others: Sequence[str]) -> list[str]:
-    """Find patterns for modules that are left alone: their whole parent if nothing under it is quantised.
+    """Return patterns for modules that are not quantised: the whole parent if nothing under it is quantised.
 
-    Engines fuse siblings (`qkv_proj`) and match the fused name, which only the parent's name begins.
+    Engines fuse siblings (`qkv_proj`) and match the fused name, which has only the parent's name in common.
     """
     parents = {
         _template(".".join(name.split(".")[:depth])) for name in others for depth in range(1, name.count(".") + 2)
@@ -281,7 +281,7 @@ def _containers(names: Iterable[str], others: Sequence[str]) -> list[str]:
     for name in sorted(names, key=_natural):
         parent = _template(name.rpartition(".")[0])
         if name == "lm_head":
-            continue  # has a key of its own
+            continue  # lm_head has a key of its own
         found[f"^{parent}\\." if parent and parent not in parents else f"^{_template(name)}$"] = None
     return list(found)
 
@@ -298,5 +298,5 @@ def _layer_template(name: str) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key: numbers by value."""
+    """Return a sort key that compares numbers in names by value."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,11 +1,11 @@
 """SGLang's expert pack: one file with the routed experts of DeepSeek-V4, expert by expert, and a hash of each matrix.
 
-A header, an index entry per matrix, then an aligned object for every expert: gate, up and down as rows of ggml's MXFP4
-blocks. SGLang reads experts from it while serving, and everything else from a GGUF file of the same model.
+The file has a header, an index entry per matrix, and an aligned object for every expert: gate, up and down as rows of
+ggml's MXFP4 blocks. SGLang reads experts from it while serving, and everything else from a GGUF file of the same model.
 
 Transcribed from SGLang 0.5.23, `srt/model_loader/expert_pack/format.py` and `build.py` (`SGLANG-EXPERTPACK-v1`), and
-checked against its reader, `srt/layers/moe/expert_pack.py`. Its builder takes GGUF alone; where an index names bytes
-of that file, a pack from another source names those of the tensor that GGUF would have.
+checked against its reader, `srt/layers/moe/expert_pack.py`. Its builder takes only GGUF, and its index names bytes of
+that file; here the index names the bytes that a GGUF tensor of the same experts would have.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PACK_NAME = "DeepSeek-V4-Flash.expert-pack"
 MANIFEST_NAME = f"{PACK_NAME}.manifest.json"
 LOADER_NAME = "loader-config.json"
 
-#: What the loader's config calls the GGUF file that holds the rest of the model.
+#: Name, in the loader's config, of the GGUF file that holds the rest of the model.
 GGUF_NAME = "DeepSeek-V4-Flash.gguf"
 
 FORMAT = "SGLANG-EXPERTPACK-v1"
@@ -44,7 +44,7 @@ FORMAT = "SGLANG-EXPERTPACK-v1"
 _HEADER = struct.Struct("<24sIIIIQQQIIII32s32s32s")
 _ENTRY = struct.Struct("<HHBBH16s80sQQQQQQ32s32s32s4Q16s16sQQ")
 
-#: Matrices hold the source's bytes, and those of an expert are adjacent.
+#: Flags of the header: matrices hold the source's bytes (1), and the matrices of an expert are adjacent (2).
 _FLAGS = 3
 
 #: ggml's number of MXFP4.
@@ -76,12 +76,12 @@ class PackPlan(FilePlan):
 
     @property
     def data_start(self) -> int:
-        """Place of the first expert."""
+        """Byte of the file at which the first expert begins."""
         return _aligned(_HEADER.size + len(self.tensors) * _ENTRY.size)
 
     @cached_property
     def form(self) -> FileForm:
-        """Places of all matrices. The header is written last, since it has the hashes of what follows."""
+        """Places of all matrices. The header is left out here: it is written last, with the hashes of all matrices."""
         size, ranges = self.matrix_bytes, dict[str, tuple[int, int]]()
         for number, name in enumerate(self.tensors):
             expert, role = divmod(number, len(_ROLES))
@@ -95,9 +95,9 @@ def plan_pack(
     layers: Sequence[LayerSurvey],
     tensors: Sequence[Mapping[str, tuple[tuple[int, ...], str]]],
 ) -> PackPlan:
-    """Lay out the pack of a checkpoint: for every layer, shape and dtype of every matrix by name, expert by expert.
+    """Plan the pack of a checkpoint. `tensors` has, for each layer, shape and dtype of every matrix, expert by expert.
 
-    Raises MoeqError `usage.target` if the reader takes no such model.
+    Raises MoeqError `usage.target` if the reader cannot take the model.
     """
     info, first = checkpoint.info, layers[0].kinds[0]
     counts = {len(layer.kinds) for layer in layers}
@@ -122,7 +122,7 @@ def plan_pack(
 def finish_pack(
     folder: OutputFolder, pack: PackPlan, checkpoint: Checkpoint, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write header and index before the experts, which are all there; return the manifest.
+    """Write header and index into a file that already holds all experts; return the manifest.
 
     Raises MoeqError `resources.disk-full`, `environment.write`.
     """
@@ -176,7 +176,7 @@ def finish_pack(
 
 
 def loader_config(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return what SGLang's `--model-loader-extra-config` has to say of a pack in the current folder."""
+    """Return the content of SGLang's `--model-loader-extra-config` for a pack in the current folder."""
     return {
         "pack_path": PACK_NAME,
         "manifest_path": MANIFEST_NAME,
@@ -203,9 +203,9 @@ def _entries(pack: PackPlan, hashes: Sequence[bytes], identity: str, source: str
         tensor = f"blk.{layer}.ffn_{_ROLES[role]}_exps.weight".encode()
         yield _ENTRY.pack(
             *(layer, expert, role, 2, _MXFP4, b"MXFP4", tensor),
-            *(0, pack.num_experts * size, expert * size, size),  # the whole tensor of GGUF, and the expert in it
-            *(start, size),  # the place in the pack
-            *(bytes(32), digest, digest),  # the first is the hash of a whole tensor of GGUF, which nobody made
+            *(0, pack.num_experts * size, expert * size, size),  # offset and size of the GGUF tensor, and of the expert
+            *(start, size),  # offset and size in the pack
+            *(bytes(32), digest, digest),  # the first would be the hash of a GGUF tensor, which does not exist here
             *(*pack.sizes[role], 0, 0, b"MXFP4", b"identity-v1", 32),
             int.from_bytes(generation, "little") or 1,
         )

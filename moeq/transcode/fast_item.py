@@ -1,9 +1,9 @@
 """The fast path of transcoding: stored bytes to stored bytes, without decoding. Import it only if numba is installed.
 
 Source and target are read and filled as the same matrices (`moeq.pipeline.pack.fast.formats`), in one pass from one to
-the other. Then what was filled is read again, as a reader of the target reads it, and compared with the source by loops
-of their own. What is not proven equal is left to the reference path, which writes it if that was allowed, and says
-what changed; only of floats, the comparison itself says that.
+the other. Then the filled bytes are read again, as a reader of the target reads them, and compared with the source by
+other loops. Items that are not proven equal are left to the reference path, which measures the changes, and writes the
+item if losses are allowed. For floats the comparison measures the changes itself.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from moeq.transcode.transcode_plan import WrittenProjection
 class FastItem:
     """The fast path of an item. Immutable; any number of threads may use it."""
 
-    readers: tuple[ProjectionReader[ReadMatrix], ...]
-    writers: tuple[ProjectionReader[FilledMatrix], ...]  #: the target's, in scratch behind those of the source
-    recoders: tuple[Recoder, ...]  #: recoders from source to target, of which the first that proves its result is taken
-    sorting: Sorting | None  #: sorts columns into groups first, if asked for
+    readers: tuple[ProjectionReader[ReadMatrix], ...]  #: readers of the source's projections
+    writers: tuple[ProjectionReader[FilledMatrix], ...]  #: writers of the target's, in scratch behind the readers'
+    recoders: tuple[Recoder, ...]  #: recoders from source to target; the first that proves its result is taken
+    sorting: Sorting | None  #: sorter of columns into groups, which works before the recoder; None: keep their order
 
     @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
@@ -48,11 +48,10 @@ class FastItem:
         return self.sorting.stop if self.sorting else self.writers[-1].region.stop
 
     def transcode(self, inputs: Inputs, outputs: Inputs, scratch: Array) -> Changes | None:
-        """Fill the outputs, every part of the target's projections, from what is in `reads`, and prove them.
+        """Fill the outputs, every part of the target's projections, from the inputs of `reads`, and prove them.
 
         Returns:
-            What changed, for every projection that is written. None if that is not known: then nothing in the outputs
-            may be used.
+            The changes of every projection that is written. None if they are unknown: the outputs must not be used.
         """
         source: Matrices | None = [fields for reader in self.readers for fields in reader.read(inputs, scratch) or [{}]]
         if source and all(source) and self.sorting is not None:
@@ -84,7 +83,7 @@ class FastItem:
         return recoder.changes(source, found)
 
     def _as_written(self, changes: Changes) -> Changes:
-        """Join the changes of logical projections to those of the written matrices that hold them."""
+        """Return the changes of the written matrices, joined from the changes of the projections that they hold."""
         found: list[floats.Measured | None] = []
         for writer in self.writers:
             count = len(writer.holds)
@@ -94,7 +93,7 @@ class FastItem:
 
 
 class CachedItem:
-    """The fast path of an item that is too small to compile loops for: taken if all of them are in the cache.
+    """The fast path of an item that is too small to compile loops for: it works if all loops are in the cache.
 
     Where a loop is `missing`, the item is left to the reference path.
     """
@@ -122,12 +121,12 @@ def bind(
     index: tuple[StoredName, str, int] | None = None,
     sort: bool = False,
 ) -> FastItem | None:
-    """Bind the fast path of an item; None if there is none.
+    """Return the fast path of an item that `readers` read and `written` describes; None if there is none.
 
     Args:
-        interleaved: whether gate and up rows are interleaved if they are written as one.
+        interleaved: whether gate and up rows are interleaved if they are written as one matrix.
         index: stored projection and part of the group index of an expert's down projection, and its group size.
-        sort: columns in activation order are to be sorted.
+        sort: whether columns in activation order are sorted.
     """
     writers: list[ProjectionReader[FilledMatrix]] = []
     start = readers[-1].region.stop

@@ -1,4 +1,4 @@
-"""Where the experts of a layer go: the names that engines look for."""
+"""Names of the written experts of a layer, which are the names that engines look for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeq.model.expert_kinds import WHOLE_PARTS, Experts
 from moeq.spelling import option
 from moeq.transcode.target_formats import TargetFormat
 
-#: Names that may be asked for. `source`: the family's own; the source's where those are unknown or it has stacks.
+#: Values of `--names`. `source`: the family's names, or the source's if those are unknown or the source has stacks.
 NamesOption = Literal["source", "mlp", "block-sparse-moe", "per-expert", "stacked"]
 NAMES: tuple[NamesOption, ...] = get_args(NamesOption)
 
@@ -37,25 +37,25 @@ class Naming:
     """Names of the tensors of one layer's experts."""
 
     prefix: str  #: module path of the experts
-    spelled: Mapping[StoredName, str]  #: projection to its name
+    spelled: Mapping[StoredName, str]  #: projection to the last part of its module's name
     stacked: bool = False  #: whether tensors hold all experts
     interleaved: bool = False  #: whether gate and up rows of a stacked tensor are interleaved
-    transposed: bool = False  #: whether stacked tensors of floats have rows and columns exchanged
-    #: Source prefix and target prefix of the module that holds experts and router, if they differ.
+    transposed: bool = False  #: whether stacked tensors of floats are transposed
+    #: Source prefix and target prefix of the module that holds experts and router; None if they are equal.
     renamed: tuple[str, str] | None = None
-    #: Whether each projection is a list of experts, `ffn_up_exps.0`, instead of the other way round.
+    #: Whether each projection is a list of experts, `ffn_up_exps.0`, instead of each expert having projections.
     listed: bool = False
     modules: bool = False  #: whether stacked tensors are weights of modules, `input_linear.weight`, not parameters
 
     def module(self, projection: StoredName, expert: int) -> str:
-        """Return module name of a projection, as configs name it."""
+        """Return the module name of a projection, as configs have it."""
         name = self.spelled[projection]
         if self.listed:
             return f"{self.prefix}.{name}.{expert}"
         return f"{self.prefix}.{name}" if self.stacked else f"{self.prefix}.{expert}.{name}"
 
     def tensor(self, projection: StoredName, expert: int, part: str) -> str:
-        """Name of the tensor that holds a part."""
+        """Return the name of the tensor that holds a part."""
         if not self.stacked or self.modules:
             return f"{self.module(projection, expert)}.{part}"
         suffix = part.removeprefix("weight").removeprefix("_")
@@ -67,7 +67,7 @@ class Naming:
 
 
 def choose_naming(experts: Experts, family: ModelFamily | None, target: TargetFormat, asked: NamesOption) -> Naming:
-    """Choose the names for one layer. Raises MoeqError `usage.names` if the target has no such spelling."""
+    """Choose the names for one layer. Raises MoeqError `usage.names` if the target cannot have those asked for."""
     # Floats are stacked as the family stacks them; gpt-oss' own format has one spelling.
     floats, stackable, gpt_oss = target.element is not None, target.stackable, "gpt-oss" in target.spellings.values()
     layer, first = experts.layer, experts.kind(0)
@@ -83,7 +83,7 @@ def choose_naming(experts: Experts, family: ModelFamily | None, target: TargetFo
         if asked not in ("source", "stacked"):
             refuse(f"{option('names', asked)}: gpt-oss' format has stacked tensors only")
         return Naming(layer.prefix, _STACKED, stacked=True, interleaved=True)
-    # Alternating rows are gpt-oss' own; other formats that stack have gate rows, then up rows.
+    # Only gpt-oss' format interleaves gate and up rows; other formats that stack have gate rows, then up rows.
     keeps_stack = "gate_up" in layer.spelling and layer.fused and stackable and (floats or not first.interleaved)
     own = family_naming(experts, family, floats=floats) if asked == "source" and (floats or not keeps_stack) else None
     if own is not None:
@@ -95,7 +95,7 @@ def choose_naming(experts: Experts, family: ModelFamily | None, target: TargetFo
             refuse(f"{stacked}: no tool writes stacked experts in this format", hint)
         interleaved = family is not None and family.interleaved
         if interleaved and not floats:
-            what = f"{layer.prefix} stacks gate and up in alternating rows, and no tool writes that in this format"
+            what = f"{layer.prefix} stacks interleaved gate and up rows, and no tool writes that in this format"
             refuse(f"{stacked}: {what}", single)
         if not first.gated:
             refuse(f"{layer.prefix} has no gate: nothing to stack", single)
@@ -116,10 +116,10 @@ def choose_naming(experts: Experts, family: ModelFamily | None, target: TargetFo
 
 
 def family_naming(experts: Experts, family: ModelFamily | None, *, floats: bool) -> Naming | None:
-    """Return the names that transformers loads; None if they are unknown, or none that this module spells.
+    """Return the names that transformers loads; None if they are unknown, or of a form that `Naming` lacks.
 
-    transformers ignores experts of other names and fills the model's with random numbers. Quantised experts of families
-    that stack floats have no names of the family's.
+    For other names transformers ignores the experts and fills the model with random numbers. In families that stack
+    floats, quantised experts have no names of the family's own.
     """
     layer, first = experts.layer, experts.kind(0)
     if family is None or not first.gated or not (floats or family.stacking == "per-expert"):
@@ -143,7 +143,7 @@ def family_naming(experts: Experts, family: ModelFamily | None, *, floats: bool)
 
 
 def _prefix(prefix: str, asked: NamesOption) -> tuple[str, tuple[str, str] | None]:
-    """Return the experts' module path in the asked container, and what is renamed for it."""
+    """Return the experts' module path in the requested container, and the container's renaming (`Naming.renamed`)."""
     if asked not in _CONTAINERS:
         return prefix, None
     parts = prefix.split(".")
@@ -155,7 +155,7 @@ def _prefix(prefix: str, asked: NamesOption) -> tuple[str, tuple[str, str] | Non
 
 
 def rename(name: str, renamed: Sequence[tuple[str, str]]) -> str:
-    """Return the target's name of a copied tensor: router and shared experts move with their container."""
+    """Return the target's name of a copied tensor: router and shared experts are renamed with their container."""
     for before, after in renamed:
         if name.startswith(f"{before}."):
             return after + name[len(before) :]

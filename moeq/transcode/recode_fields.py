@@ -1,7 +1,7 @@
-"""From the fields of a source to those of a target, and the comparison of what was written with the source.
+"""Recoders turn the fields of a source into those of a target, and compare what was written with the source.
 
-A recoder fills the target by loops of one kind and reads it again by loops of another. Each says what it proves: that
-all values are equal, or, number by number, how they differ.
+A recoder fills the target by loops of one kind and reads it again by loops of another. Each proves that all values are
+equal, or measures how they differ, number by number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moeq.transcode.transcode_plan import WrittenProjection
 #: Codes of MXFP4 that share an exponent.
 _GROUP = 2 * recode.GROUP_BYTES
 
-#: Fields that are copied, the smallest first.
+#: Fields that are copied, in the order of their sizes: comparing fails early where a small one differs.
 _COPIED = ("global_scale", "scales", "zeros", "codes")
 
 #: Spellings of floats.
@@ -58,7 +58,7 @@ class Recoder(ABC):
 
 
 class OneByOne(Recoder):
-    """Recodes every projection by itself."""
+    """Recodes every projection of an item independently."""
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in zip(source, target, strict=True):
@@ -80,7 +80,7 @@ class OneByOne(Recoder):
 class Copied(OneByOne):
     """Keeps the codes; scales and zero points are copied, or repeated for smaller groups."""
 
-    times: int  #: groups of the target for one of the source; 0: all groups of a row share its one scale
+    times: int  #: groups of the target per group of the source; 0: a row has one group in the source
     nonzero: bool  #: whether zero points of 0 are left to the reference path, which refuses them
     widened: str | None = None  #: dtype of the source's scales if the target has them as float32
 
@@ -103,13 +103,13 @@ class Copied(OneByOne):
         return all(self._agree(field, one[field], self._narrowed(field, other[field])) for field in fields)
 
     def _scales(self, field: str, before: Array) -> Array:
-        """Widen scales to the type that the target has."""
+        """Return scales widened to the target's type; other fields as they are."""
         if self.widened is None or field != "scales":
             return before
         return numbers_of(before, self.widened).view(np.uint32)
 
     def _narrowed(self, field: str, after: Array) -> Array:
-        """Narrow scales to the source's type; numbers that do not fit it become NaN, which no scale is."""
+        """Return scales narrowed to the source's type, NaN for numbers that do not fit; other fields as they are."""
         if self.widened is None or field != "scales":
             return after
         found = bits_of(after.view(np.float32), self.widened)
@@ -171,7 +171,7 @@ class Mxfp4ToBfloat16(OneByOne):
 
 @dataclass(frozen=True)
 class CopiedNvfp4(Copied):
-    """Copies NVFP4 to another spelling of its global scale, which may be a slightly different number there."""
+    """Copies NVFP4 to a format that spells the global scale differently, which may change that number slightly."""
 
     spec: MatrixSpec | None = None
 
@@ -189,7 +189,7 @@ class CopiedNvfp4(Copied):
 class Rounded(OneByOne):
     """Recodes any matrix under scales of another kind, every value rounded once."""
 
-    #: Sizes and types on both sides, whatever their role.
+    #: Sizes and types of the source's matrix, and of the target's, both with role w2.
     before: MatrixSpec
     after: MatrixSpec
 
@@ -288,7 +288,7 @@ class ByNumbers(Rounded):
 
 
 def _strips(fields: Fields, spec: MatrixSpec, kind: str | None = None) -> Iterator[tuple[slice, Array]]:
-    """Yield some rows of a matrix and their numbers, float32, in memory that the next ones take."""
+    """Yield (rows, their numbers in float32) of a matrix, strip by strip; the next strip reuses the memory."""
     matrix = next(fields[name] for name in ("codes", "values", "blocks") if name in fields)
     whole = coded(fields, spec) if "codes" in fields else None
     buffer = np.empty((min(BLOCK, len(matrix)), spec.k), np.float32)
@@ -332,9 +332,9 @@ def _groups(columns: int, size: int) -> Array:
 
 
 def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:
-    """List recoders of a projection, of which the first that proves its result is taken; empty for the reference path.
+    """List recoders of a projection; the first that proves its result is taken. None are left to the reference path.
 
-    If it is `halved`, another projection is written with it, whose rows may share blocks with its own.
+    `halved`: another projection is written into the same matrix, and its rows may share blocks with these rows.
     """
     before, after = one.projected.source.spec, one.described.spec
     if before.bias_dtype != after.bias_dtype:
@@ -386,7 +386,7 @@ def _of_mxfp4(spelling: str, before: MatrixSpec, after: MatrixSpec) -> Recoder |
 
 
 def _bytes(fields: Fields) -> Array:
-    """Return codes as bytes, rows contiguous."""
+    """Return the codes as uint8, with contiguous rows."""
     return fields["codes"].view(np.uint8)
 
 

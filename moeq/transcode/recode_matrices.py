@@ -1,7 +1,7 @@
-"""The same values under other codes and scales: finer groups, E4M3 instead of power-of-two scales, FP8 blocks, floats.
+"""Recode matrices to other codes and scales: finer groups, E4M3 instead of power-of-two scales, FP8 blocks, floats.
 
-Each function takes logical matrices and gives logical matrices (or floats). None of them decides whether the result
-is exact: what was written is decoded again and compared with the source (`moeq.transcode.compare`).
+Each function takes logical matrices and returns logical matrices (or floats). None of them decides whether the result
+is exact: the written tensors are decoded again and compared with the source (`moeq.transcode.compare`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def to_e4m3_scales(matrices: Sequence[QuantizedMatrix], specs: Sequence[MatrixSp
     """Recode MXFP4 as NVFP4: groups of 32 become two of 16, power-of-two scales become E4M3 times one global scale.
 
     Projections that engines fuse (gate and up) get one global scale, as engines keep only one. It is the power of two
-    that puts the largest scale in use at E4M3's largest power of two; scales down to 2**-17 of that are exact, and
-    codes under smaller ones are rounded.
+    that puts the largest scale in use at E4M3's largest power of two. Scales down to 2**-17 of that are exact, and
+    codes under smaller scales are rounded.
     """
     import torch
 
@@ -68,7 +68,7 @@ def _used_exponents(matrix: QuantizedMatrix) -> Tensor:
 
 
 def _halved(codes: Tensor, times: Tensor) -> Tensor:
-    """Return E2M1 codes of values halved so many times, to nearest even."""
+    """Return the E2M1 codes of values that are halved `times` times, rounded to nearest even."""
     import torch
 
     from moeq.schemes.dequantize import E2M1_VALUES
@@ -96,9 +96,9 @@ def nearest_e2m1(values: Tensor) -> Tensor:
 def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
     """Recode a matrix to E4M3 codes under one scale per block of 128 x 128.
 
-    Codes that are E4M3 already stay if all scales of a block are equal. Elsewhere the scale is the smallest power
-    of two under which the block's largest value fits 448: whatever is a small number times a power of two stays exact
-    as long as its bits reach down no further than E4M3's (exponents of MXFP4 within a block may span 14).
+    Codes that are E4M3 already stay if all scales of a block are equal. Otherwise the scale is the smallest power of
+    two under which the block's largest value fits 448. Values of few significant bits then stay exact if their lowest
+    bit is not below E4M3's lowest: exponents of MXFP4 within a block may span 14.
     """
     import torch
 
@@ -118,7 +118,7 @@ def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
         # log2 rounds: one step down if that still fits, one up if it does not.
         exponents -= (largest <= E4M3_MAX * torch.exp2(exponents - 1)).to(exponents.dtype) * (largest > 0)
         exponents += (largest > E4M3_MAX * torch.exp2(exponents)).to(exponents.dtype)
-        exponents = exponents.clamp(-126, 127)  # of normal float32 numbers
+        exponents = exponents.clamp(-126, 127)  # the exponents of normal float32 numbers
         scale = torch.exp2(exponents).float()
         coded = (blocks / scale.unsqueeze(1)).to(torch.float8_e4m3fn).view(torch.uint8)
         codes[start:stop] = coded.reshape(stop - start, -1)[:, : spec.k]
@@ -127,7 +127,7 @@ def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
 
 
 def _kept_fp8(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix | None:
-    """Keep the codes if every block has one scale already that can be stored; otherwise return None."""
+    """Return the matrix with its codes if every block has only one scale, which can be stored; otherwise None."""
     import torch
 
     from moeq.schemes.dequantize import scale_values
@@ -146,7 +146,7 @@ def _kept_fp8(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix | No
 
 
 def _stored_scales(scales: Tensor, spec: MatrixSpec) -> Tensor:
-    """Convert float32 scales to the stored type; as exponent bytes, other numbers than powers of two change."""
+    """Convert float32 scales to the stored type. Exponent bytes hold only powers of two; other numbers change."""
     import torch
 
     if spec.scale_dtype == "e8m0":
@@ -174,7 +174,7 @@ def to_floats(matrix: QuantizedMatrix, element: str) -> Tensor:
 
 
 def to_kt_amx(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
-    """Quantise a matrix again as ktransformers' converter does, which takes bfloat16."""
+    """Quantise a matrix again by the rule of ktransformers' converter, which reads bfloat16."""
     from moeq.schemes.kt_amx import quantized
 
     return quantized(_values(matrix, 0, spec.n), spec)

@@ -1,7 +1,7 @@
-"""How target formats store one projection: its parts with dtypes and shapes, as that format's own tools write them.
+"""Spellings: how target formats store one projection, in which parts, dtypes and shapes, by that format's own tools.
 
-Packing is that of the formats themselves (`moeq.schemes`); here is only what a writer has to decide: which parts there
-are. Sources: compressed-tensors 0.17 to 0.20, GPTQModel 7.7, nvidia-modelopt 0.47, transformers 5.23.
+The formats themselves pack the parts (`moeq.schemes`); this module only lists the parts that a writer has to make.
+Sources: compressed-tensors 0.17 to 0.20, GPTQModel 7.7, nvidia-modelopt 0.47, transformers 5.23.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 #: Rows and columns of a block of FP8 weights.
 BLOCK = 128
 
-#: Most NUMA nodes that experts are cut for.
+#: Largest number of NUMA nodes for which experts are cut.
 MAX_NUMA_NODES = 8
 
-#: Spellings with one scale per such block.
+#: Spellings with one scale per block of `BLOCK` x `BLOCK` weights.
 FP8_BLOCKS = ("fp8-block", "ct-fp8-block", "deepseek-fp8", "modelopt-fp8-block")
 
-#: Formats of ktransformers; a spelling has the number of NUMA nodes behind a stroke.
+#: Formats of ktransformers; their spellings have the number of NUMA nodes behind a slash, `kt-amx-int4/2`.
 KT_AMX = ("kt-amx-int4", "kt-amx-int8")
 
 _DTYPES = {name: dtype for dtype, name in FLOAT_NAMES.items() if dtype != "U8"}
@@ -41,7 +41,7 @@ class Spelling:
     id: str  #: name within this module's table
     format: str  #: id of the format in `moeq.schemes.registry` that reads it
     parts: Callable[[MatrixSpec], dict[str, PartSig]]  #: dtype and shape of every part, from the sizes alone
-    #: Name and shape of the static scale of activations, if it has a place for one.
+    #: Name and shape of the static scale of activations; None if the spelling has no place for one.
     activation: tuple[str, tuple[int, ...]] | None = None
 
     def signatures(self, spec: MatrixSpec) -> dict[str, PartSig]:
@@ -53,7 +53,7 @@ class Spelling:
 
 
 def pack(matrix: QuantizedMatrix, signatures: Mapping[str, PartSig], scheme: Scheme, where: str) -> dict[str, Tensor]:
-    """Pack the stored tensors of one projection.
+    """Pack one projection and return its stored tensors by part.
 
     Raises MoeqError `bug.no-part` if a format cannot pack a part that its spelling names.
     """
@@ -119,7 +119,7 @@ def _nvfp4(weight: str, global_scale: str, shape: tuple[int, ...]) -> Callable[[
 def _e4m3(
     scale: str, shape: Callable[[MatrixSpec], tuple[int, ...]], dtype: str | None = None
 ) -> Callable[[MatrixSpec], dict[str, PartSig]]:
-    """Describe FP8 codes with scales of some shape, by default in the type that the matrix has."""
+    """Return the parts of FP8 codes with scales of that shape, by default in the matrix's scale dtype."""
 
     def parts(spec: MatrixSpec) -> dict[str, PartSig]:
         scales = PartSig(dtype or _DTYPES[spec.scale_dtype], shape(spec))
@@ -137,7 +137,7 @@ def _blocks(spec: MatrixSpec) -> tuple[int, int]:
 
 
 def _spread_blocks(spec: MatrixSpec) -> tuple[int, ...]:
-    """Return ModelOpt's shape of block scales, with one dimension each for rows and columns within a block."""
+    """Return ModelOpt's shape of block scales, `[row blocks, 1, column blocks, 1]`."""
     rows, columns = _blocks(spec)
     return rows, 1, columns, 1
 

@@ -1,6 +1,6 @@
-"""How the fast path of transcoding reads and fills what no packing reads: GGUF's blocks, floats, ktransformers' tiles.
+"""Readers and fillers that only transcoding's fast path has: GGUF's blocks, floats, ktransformers' tiles.
 
-Blocks of types that are codes under scales give the fields of `moeq.pipeline.pack.fast.formats`. Those of other numbers
+Blocks of types that are codes under scales give the fields of `moeq.pipeline.pack.fast.formats`. Blocks of other types
 give `blocks`, uint8 `[N, bytes of a row]`, whose numbers are computed some rows at a time.
 """
 
@@ -32,11 +32,11 @@ _NEGATIVE_E4M3 = 0x7F
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """A projection in blocks of one type."""
+    """A projection in GGUF blocks of one type."""
 
-    type: str
+    type: str  #: name of the type, such as `q4_k`
     spec: MatrixSpec
-    reads: tuple[str, ...]
+    reads: tuple[str, ...]  #: parts that are read
 
     @property
     def scratch_bytes(self) -> int:
@@ -49,7 +49,7 @@ class StoredBlocks:
         return regions_of({**sizes, "global scale": 4 * spec.n if self.type == "nvfp4" else 0})
 
     def read(self, stored: Stored, scratch: Array) -> Fields | None:
-        """Return the fields; None if a scale is no number that its type has."""
+        """Return the fields; None if a scale is negative or NaN."""
         n = self.spec.n
         fields: Fields = {}
         if "bias" in stored:
@@ -73,7 +73,7 @@ class StoredBlocks:
 
 
 def stored_blocks(sigs: Mapping[str, PartSig], described: Described) -> StoredBlocks | None:
-    """Describe how to read a projection; None unless it is blocks that loops can read."""
+    """Return the reader of a projection; None unless the projection is stored in blocks that loops can read."""
     block_type = described.scheme.checkpoint_format
     known = block_type in (*blocks.SCALE_BYTES, *blocks.NUMBERS, *PLAIN_TYPES)
     if described.scheme.format != METHOD or not known or (block_type in CODEBOOKS and not is_installed()):
@@ -86,8 +86,8 @@ class StoredFloats:
     """A projection that is not quantised: `values`, uint16 or uint32 `[N, K]`, and a bias if there is one."""
 
     spec: MatrixSpec
-    reads: tuple[str, ...]
-    transposed: bool  #: whether the tensor has rows and columns exchanged
+    reads: tuple[str, ...]  #: parts that are read
+    transposed: bool  #: whether the stored tensor is the transpose, `[K, N]`
 
     @property
     def scratch_bytes(self) -> int:
@@ -111,7 +111,7 @@ class StoredFloats:
         return fields
 
     def finish(self, stored: Stored, scratch: Array) -> None:
-        """Store `values` if they lie in scratch."""
+        """Write `values` to the stored tensor if `blank` put them into scratch."""
         if self.transposed:
             transpose.copy_any(self.blank(stored, scratch)["values"].T, self._weight(stored))
 
@@ -126,11 +126,11 @@ class StoredFloats:
 
 @dataclass(frozen=True)
 class StoredTiles:
-    """A projection in the order of tiles, cut by NUMA node. Its codes and scales lie in scratch."""
+    """A projection in ktransformers' tiles, cut by NUMA node. Its codes and scales lie in scratch."""
 
     spec: MatrixSpec
     form: KtAmx
-    nodes: int
+    nodes: int  #: count of NUMA nodes
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ class StoredTiles:
         return self.blank(stored, scratch)
 
     def _nodes(self, stored: Stored, scratch: Array) -> Iterator[tuple[Array, Array, Array, Array]]:
-        """Yield every node's codes and scales in scratch, and its stored parts."""
+        """Yield (codes, scales, stored tiles, stored scales) of every node; the first two lie in scratch."""
         fields = self.blank(stored, scratch)
         by_columns = self.spec.role in ("down", "w2")
         for node in range(self.nodes):
@@ -174,7 +174,7 @@ class StoredTiles:
 
 
 def _share(matrix: Array, node: int, nodes: int, by_columns: bool) -> Array:
-    """Return a node's rows or columns."""
+    """Return a node's share of a matrix: some of its columns or rows."""
     size = matrix.shape[by_columns] // nodes
     share = slice(node * size, (node + 1) * size)
     return matrix[:, share] if by_columns else matrix[share]

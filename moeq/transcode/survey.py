@@ -36,10 +36,10 @@ _NO_LINEAR = ("embed", "wte", "tok_embeddings", "norm", "conv", "rotary")
 class TranscodeRequest:
     """A request for a transcoding, which decides the bytes together with the source. Picklable."""
 
-    src: str
-    to: str
-    revision: str | None = None
-    regroup: int | None = None  #: size of the groups of integer codes, if it is to change; has to divide the source's
+    src: str  #: source folder or Hub repository
+    to: str  #: id of the target format
+    revision: str | None = None  #: Hub revision of `src`
+    regroup: int | None = None  #: new size of the groups of integer codes, a divisor of the source's; None: unchanged
     names: NamesOption = "source"  #: spelling of the experts' names
     allow_lossy: bool = False  #: write the nearest values where some do not fit the target, and report them
     #: Sort GPTQ columns in activation order into groups; the intermediate features of an expert are then in another
@@ -77,7 +77,7 @@ class Projected:
         return hash((self.source, self.spelling, self.spec, self.weights, self.activation))
 
     def __getstate__(self) -> dict[str, object]:
-        # Another process hashes text otherwise.
+        # Strings hash differently in another process.
         return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @cached_property
@@ -91,12 +91,12 @@ class Projected:
 class LayerSurvey:
     """The experts of a layer."""
 
-    layer: int  #: its number, as `Checkpoint` counts
-    naming: Naming
-    kinds: Mapping[int, Mapping[StoredName, Projected]]  #: per expert, its projections as they are written
+    layer: int  #: layer number, as `Checkpoint` counts layers
+    naming: Naming  #: names of the written tensors
+    kinds: Mapping[int, Mapping[StoredName, Projected]]  #: expert to its projections as they are written
 
     def modules(self) -> Iterator[tuple[str, StoredName, Projected]]:
-        """Yield every projection, expert by expert: the module that is written, which projection it is, its form."""
+        """Yield (written module, projection name, projection) of every projection, expert by expert."""
         for expert, projections in self.kinds.items():
             for name, projected in projections.items():
                 yield self.naming.module(name, expert), name, projected
@@ -107,8 +107,8 @@ class ModuleSurvey:
     """A quantised module that is no routed expert."""
 
     source: QuantizedModule
-    written: str
-    projected: Projected
+    written: str  #: name of the written module
+    projected: Projected  #: its matrix in the source and in the target
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class Survey:
 def survey(
     checkpoint: Checkpoint, target: TargetFormat, request: TranscodeRequest, floats: Container[str] = ()
 ) -> Survey:
-    """Look at every tensor's header and say what becomes of it.
+    """Return what becomes of every tensor, judged by its header.
 
-    `floats` names modules that become floats, whatever the target makes of others.
+    `floats` names modules that become floats although the target would quantise them.
 
     Raises MoeqError `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order` if something does not fit, with
     the module; `source.not-quantized` if nothing is to be transcoded.
@@ -197,7 +197,7 @@ class _Surveyor:
         if naming.stacked and self.request.sort_act_order:
             raise MoeqError(
                 "usage.names",
-                f"{option('sort_act_order', True)} with {option('names', 'stacked')}",
+                f"{option('sort_act_order', True)} cannot be combined with {option('names', 'stacked')}",
                 option("names", "per-expert"),
             )
         found: dict[int, Mapping[StoredName, Projected]] = {}
@@ -225,19 +225,19 @@ class _Surveyor:
             stored = "w13" if name == "gate_up" else name
             described = Described(kind.projection(stored).scheme, kind.spec(stored))
             parts = _parts_of_all(experts, group.experts, name) if not naming.stacked else {}
-            if incomplete:  # an engine takes one way of quantising for all experts of a layer
+            if incomplete:  # engines quantise the activations of all experts of a layer alike
                 parts = {part: signature for part, signature in parts.items() if part not in ACTIVATION_SCALES}
             projected = self.project(described, parts, f"{where} {name}")
             found[name] = replace(projected, spelling="plain-transposed") if naming.transposed else projected
         return found
 
     def modules(self, rest: Sequence[TensorEntry], renamed: Sequence[tuple[str, str]]) -> Iterator[ModuleSurvey]:
-        """Yield quantised modules among the tensors that are no routed experts."""
+        """Yield the quantised modules among the tensors outside routed experts."""
         for module in quantized_modules(rest, self.checkpoint.declaration):
             signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in module.parts.items()}
             plain = _stays_float(module, self.target) or module.name in self.floats
             projected = self.project(module.described, signatures, module.name, plain=plain)
-            # What belongs to no format (scales of a KV cache) is not part of the matrix.
+            # Parts that belong to no format (scales of a KV cache) are not part of the matrix.
             known = get_format(module.described.scheme.format).parts
             parts = {part: entry for part, entry in module.parts.items() if part in known}
             yield ModuleSurvey(replace(module, parts=parts), rename(module.name, renamed), projected)
@@ -293,7 +293,7 @@ class _Surveyor:
 
 
 def _parts_of_all(experts: Experts, numbers: Iterable[int], name: StoredName) -> dict[str, PartSig]:
-    """Return parts of a stored projection that are alike for all of some experts, each as a tensor of its own."""
+    """Return the parts of a stored projection whose dtype and shape are the same for all of these experts."""
     if experts.layer.fused:
         unit = experts.layer.unit(0)
         return {
@@ -328,7 +328,7 @@ def _check_regroup(spec: MatrixSpec, group_size: int, where: str) -> None:
 
 
 def _whole_groups(spec: MatrixSpec, declared: int, where: str) -> int:
-    """Return the group size that a compressed-tensors config may declare: its readers want K to be a multiple of it.
+    """Return the group size for a compressed-tensors config, whose readers want K to be a multiple of it.
 
     A projection narrower than a group is one group of its own size.
     """
@@ -344,7 +344,7 @@ def _whole_groups(spec: MatrixSpec, declared: int, where: str) -> int:
 
 
 def _stays_float(module: QuantizedModule, target: TargetFormat) -> bool:
-    """Return whether a module becomes floats: one of floats, and embeddings, which other formats do not quantise."""
+    """Return whether a GGUF, bitsandbytes or HQQ module becomes floats: embeddings, and kinds the target lacks."""
     if module.described.scheme.format not in ("gguf", "bitsandbytes-4bit", "hqq"):
         return False
     leaf = module.name.rpartition(".")[2]
@@ -356,7 +356,7 @@ def _is_no_linear(leaf: str) -> bool:
 
 
 def _plain_modules(copied: tuple[TensorEntry, ...]) -> Iterator[str]:
-    """Yield linear layers that are not quantised: a matrix called `weight`, and no embedding."""
+    """Yield names of linear layers that are not quantised: modules with a matrix `weight`, except embeddings."""
     for entry in copied:
         name, _, part = entry.name.rpartition(".")
         leaf = name.rpartition(".")[2]

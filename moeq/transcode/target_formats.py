@@ -1,4 +1,4 @@
-"""What can be asked for with `--to`: which projections a target takes, how it spells them, and its config."""
+"""Targets of `--to`: which projections each takes, how it spells them, and its config."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class TargetFormat:
     config: Callable[[Contents], dict[str, Any]] | None  #: the quantisation config; None for floats, which have none
     #: Name and content of the file in which the format's tools also keep the config.
     side_config: Callable[[Mapping[str, Any]], tuple[str, Mapping[str, Any]]] | None = None
-    element: str | None = None
-    model_types: tuple[str, ...] = ()  #: the only models whose engines read it; empty for all
-    stackable: bool = False  #: the format's tools also write tensors that hold all experts
+    element: str | None = None  #: element of targets that are not quantised: `bf16`, `f16` or `f32`
+    model_types: tuple[str, ...] = ()  #: the only models whose engines read the target; empty for all
+    stackable: bool = False  #: whether the format's tools also write tensors that hold all experts
     bits: tuple[int, ...] = ()  #: widths of integer codes that all readers unpack alike; empty for all
     #: Spellings for projections with one static activation scale and one weight scale per tensor.
     static: Mapping[str, str] = field(default_factory=dict)
@@ -47,8 +47,8 @@ class TargetFormat:
         bits = described.spec.bits
         if kind == "int" and self.bits and bits not in self.bits:
             known = ", ".join(map(str, self.bits))
-            refusal = f"{option('to', self.id)} takes codes of {known} bits, readers disagree about {bits}"
-        # Floats of a projection that is not quantised have no codes; only whole models of them are copied.
+            refusal = f"{option('to', self.id)} takes codes of {known} bits, and readers disagree about {bits}"
+        # Projections that are not quantised have no codes to transcode; only experts-only targets write them.
         copied = scheme.format == "unquantized" and not self.experts_only
         if kind in self.spellings and refusal is None and not copied:
             per_tensor = static and scheme.weight.scale.granularity == "tensor"
@@ -56,7 +56,7 @@ class TargetFormat:
                 return self.of_experts[kind]
             return self.static.get(kind, self.spellings[kind]) if per_tensor else self.spellings[kind]
         stored = ", ".join(_TITLES[kind] for kind in self.spellings)
-        reason = refusal or f"{option('to', self.id)} stores {stored}, no {_TITLES[kind]}"
+        reason = refusal or f"{option('to', self.id)} stores {stored}, but not {_TITLES[kind]}"
         others = [] if refusal else [other.id for other in ENGINE_TARGETS.values() if kind in other.spellings]
         others = others or (["compressed-tensors"] if self.bits else [])
         hint = ", ".join(option("to", other) for other in others) or None
@@ -67,7 +67,7 @@ class TargetFormat:
         spec = described.spec
         plain = replace(spec, symmetric=True, act_order=False)
         if spelling == "plain":
-            # What a format of quantised weights leaves alone keeps every value; engines round it to their dtype.
+            # Floats beside quantised weights are written in float32, which keeps every value; engines round them.
             return replace(plain, element=self.element or "f32", group_size=spec.k, scale_dtype="f32")
         if spelling.startswith(KT_AMX):
             nodes = int(spelling.rpartition("/")[2]) if spec.role in ("down", "w2") else 1
@@ -89,7 +89,7 @@ class TargetFormat:
         return spec
 
 
-#: Formats whose matrices alone do not say what an engine computes.
+#: Formats whose matrices alone do not determine what an engine computes.
 _UNREADABLE = ("foreign", "modelopt-int4")
 
 _TITLES = {
@@ -104,7 +104,7 @@ _TITLES = {
 
 
 def kind_of(described: Described) -> str:
-    """Return the kind of a projection, whatever its spelling: integers, MXFP4, NVFP4, FP8 of some kind, floats."""
+    """Return the kind of a projection, a key of `_TITLES`, whatever its spelling."""
     spec, scale = described.spec, described.scheme.weight.scale
     if spec.bits > 8:
         return "float"
@@ -120,7 +120,7 @@ def kind_of(described: Described) -> str:
 
 _ALL_QUANTISED = ("int", "mxfp4", "nvfp4", "fp8", "fp8-block", "mxfp8")
 
-#: Every kind; floats are those of GGUF types that are no codes under scales.
+#: Every kind; `float` are GGUF types whose blocks are no codes under scales.
 _ALL = (*_ALL_QUANTISED, "float")
 
 TARGETS: dict[str, TargetFormat] = {
@@ -189,7 +189,7 @@ TARGETS: dict[str, TargetFormat] = {
             configs.modelopt,
             side_config=configs.modelopt_side,
             static={"fp8": "modelopt-fp8"},
-            # vLLM's class for mixed tables gives experts with blocks to the method of DeepSeek's (0.30.0 to 0.33.0).
+            # vLLM's class for mixed tables loads experts with FP8 blocks by DeepSeek's method (0.30.0 to 0.33.0).
             of_experts={"fp8-block": "fp8-block"},
         ),
         TargetFormat(

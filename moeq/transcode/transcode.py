@@ -58,7 +58,7 @@ class TranscodeJob(OpenedJob):
     request: TranscodeRequest
     plan: TranscodePlan
     side_files: SideFiles  #: what becomes of the source's other files
-    warnings: tuple[str, ...] = ()  #: what will not load the result
+    warnings: tuple[str, ...] = ()  #: which engines and libraries will not load the result
     workers: ClassVar[Mapping[type[Unit], type[Any]]] = {TranscodeUnit: Transcoder}
 
     @property
@@ -85,19 +85,19 @@ class TranscodeJob(OpenedJob):
 class Transcoding:
     """Result of `transcode`, or of `check`."""
 
-    destination: Path | None  #: output folder; None if nothing was to be written
+    destination: Path | None  #: output folder; None for `check`, which writes nothing
     plan: TranscodePlan
     projections: int  #: projections compared with the source; 0 for a shard
-    losses: tuple[Loss, ...]  #: those whose values changed
-    #: Parts that the target has no place for (scales of activations), and how many tensors they are.
+    losses: tuple[Loss, ...]  #: changes of the projections whose values changed
+    #: Parts that the target has no place for (scales of activations), and how many tensors each has.
     dropped: Mapping[str, int]
     written: bool  #: whether the result stands under its name
     resumed_units: int = 0  #: units found finished from an interrupted run
     shard: WorkShard | None = None  #: the shard of the units that was asked for
     #: Whether the folder already held the result of the same job, so that nothing was written.
     already_done: bool = False
-    warnings: tuple[str, ...] = ()  #: what will not load the result: engines, transformers
-    #: Side files that are not copied, since not every system can have files of these names.
+    warnings: tuple[str, ...] = ()  #: which engines and libraries will not load the result
+    #: Side files that are not copied, because some systems do not allow their names.
     left_out: tuple[str, ...] = ()
 
     @property
@@ -154,7 +154,7 @@ def transcode(
     progress: Progress | None = None,
     **options: Unpack[TranscodeKeywords],
 ) -> Transcoding:
-    """Write a checkpoint in another format, as `moeq.transcode` does, which says what arguments and errors mean.
+    """Write a checkpoint in another format. `moeq.transcode` documents the arguments and errors.
 
     Nothing is done where `dst` already holds the result of the same job.
     """
@@ -206,7 +206,7 @@ def check(
     advance: Advance | None = None,
     **options: Unpack[TranscodeKeywords],
 ) -> Transcoding:
-    """Say what `transcode` would come to: every projection is transcoded and compared in memory, nothing is written.
+    """Return what `transcode` would return: transcode and compare every projection in memory, and write nothing.
 
     Losses are found with and without `allow_lossy`. Arguments are those of `transcode`.
     Raises MoeqError as `transcode`, except `answer.not-exact`, which is the answer here.
@@ -234,14 +234,14 @@ def check(
 
 
 def open_transcode(request: TranscodeRequest) -> TranscodeJob:
-    """Open the source and plan. Raises MoeqError as `transcode`."""
+    """Open the source and plan its transcoding. Raises MoeqError as `transcode`."""
     checkpoint = open_checkpoint(request.src, revision=request.revision)
     checkpoint.require_source()
     side_files = plan_side_files(checkpoint.source, no_code=False)
     plan = with_loadable_modules(checkpoint, make_transcode_plan(checkpoint, request))
-    of_source = (warning.message for warning in checkpoint.source.warnings if warning.code.startswith("gguf."))
-    told = (*warnings(checkpoint, plan), *of_source)
-    return TranscodeJob(checkpoint, plan, request=request, side_files=side_files, warnings=told)
+    gguf_warnings = (warning.message for warning in checkpoint.source.warnings if warning.code.startswith("gguf."))
+    all_warnings = (*warnings(checkpoint, plan), *gguf_warnings)
+    return TranscodeJob(checkpoint, plan, request=request, side_files=side_files, warnings=all_warnings)
 
 
 def transcode_stamp(job: TranscodeJob) -> JobStamp:
@@ -251,8 +251,8 @@ def transcode_stamp(job: TranscodeJob) -> JobStamp:
 def _check_destination(job: TranscodeJob, folder: WorkFolder) -> Transcoding | None:
     """Check the destination of a job; return its result if it is finished already.
 
-    As for a conversion (`moeq.pipeline.state.stamps`), weights are compared by sample: this does not see every
-    change of the source. Raises as `WorkFolder.check`.
+    Weights are compared by sample, as for a conversion (`moeq.pipeline.state.stamps`), so that some changes of the
+    source go unseen. Raises as `WorkFolder.check`.
     """
     try:
         folder.check(*places(job.checkpoint.source))
@@ -287,12 +287,12 @@ def _report_of(job: TranscodeJob, folder: WorkFolder) -> dict[str, Any] | None:
 
 
 def losses_of(records: Iterable[UnitRecord]) -> tuple[Loss, ...]:
-    """Collect the changed values that journals tell of."""
+    """Collect the losses that unit records hold."""
     return tuple(Loss.from_json(dict(row)) for record in records for row in record.differences)
 
 
 def count_projections(plan: TranscodePlan) -> int:
-    """Count what is transcoded and compared with the source: projections, or runs of rows of very large ones."""
+    """Count the projections that are transcoded and compared with the source, and the runs of rows of large modules."""
     experts = sum(len(projections) for layer in plan.survey.layers for projections in layer.kinds.values())
     units = (unit for unit in plan.units if isinstance(unit, TranscodeUnit))
     return experts + sum(isinstance(item, ModuleItem) for unit in units for item in unit.items)
@@ -318,7 +318,7 @@ def _carries(projected: Projected | None, part: str) -> bool:
 
 
 def notes(plan: TranscodePlan) -> tuple[str, ...]:
-    """List what to know beside the values, such as how engines quantise activations."""
+    """List facts that changed values do not show, such as how engines quantise activations."""
     kinds = {
         (projected.source.scheme.activation, reader.scheme.activation)
         for (projected, _), reader in plan.described.items()
@@ -344,7 +344,7 @@ def notes(plan: TranscodePlan) -> tuple[str, ...]:
 
 
 def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRecord], found: Transcoding) -> None:
-    """Write everything but the weights, the report last, and publish the folder."""
+    """Write all files except the weights, with the report last, and publish the folder."""
     require_complete(job.plan, records, "transcode")
     require_unchanged(folder.stamp, transcode_stamp(job), folder.path)
     source = job.checkpoint.source
@@ -367,7 +367,7 @@ def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRec
 
 
 def report(job: TranscodeJob, found: Transcoding) -> dict[str, Any]:
-    """Make the document beside the result: what was asked for, from what, and what came of it."""
+    """Return the report that is put beside the result: source, options, losses and files."""
     source = job.checkpoint.source
     return {
         "schema": REPORT_SCHEMA,

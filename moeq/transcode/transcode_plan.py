@@ -41,10 +41,10 @@ from moeq.transcode.spellings import SPELLINGS
 from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Survey, TranscodeRequest, survey
 from moeq.transcode.target_formats import TargetFormat, get_target
 
-#: Most numbers of one module that are decoded at once, where its rows can be taken apart.
+#: Largest count of numbers that are decoded at once, for a module whose rows can be decoded separately.
 _ITEM_NUMBERS = 8 * 2**20
 
-#: Most bytes of modules outside the experts that one unit writes, unless a single module is larger.
+#: Largest unit of modules outside the experts, in written bytes, unless a single module is larger.
 _UNIT_BYTES = 256 * 2**20
 
 
@@ -52,7 +52,7 @@ _UNIT_BYTES = 256 * 2**20
 class WrittenProjection:
     """One projection as it is written."""
 
-    module: str
+    module: str  #: name of the written module
     described: Described  #: description by a reader of the written config and headers
     #: Part to its span in the output file; parts that the first expert writes for a whole stack are left out.
     places: Mapping[str, Span]
@@ -98,9 +98,9 @@ class TranscodeUnit(Unit):
     items: tuple[Item, ...]  #: experts or modules that are transcoded, in order
 
     def pieces(self, form: FileForm, layer: LayerPlan | None) -> Iterator[Piece]:
-        homes = sorted((start, name) for name, (start, _) in form.ranges.items())
+        tensors = sorted((start, name) for name, (start, _) in form.ranges.items())
         for start, stop in self.places:
-            _, name = homes[bisect_right(homes, (start, chr(0x10FFFF))) - 1]
+            _, name = tensors[bisect_right(tensors, (start, chr(0x10FFFF))) - 1]
             yield Piece(name, start, stop, stop - start)
 
 
@@ -118,7 +118,7 @@ class TranscodePlan(Plan):
     floats: tuple[str, ...] = ()  #: modules that become floats because vLLM cannot load them in the target's format
 
     def outputs(self, item: Item, form: FileForm) -> dict[StoredName, WrittenProjection]:
-        """Describe what is written for an item."""
+        """Return the projections that are written for an item, by their stored names."""
         if isinstance(item, ModuleItem):
             module = self.modules_by_name[item.name]
             places = {part: form.ranges[f"{module.written}.{part}"] for part in module.projected.signatures}
@@ -145,7 +145,7 @@ def make_transcode_plan(
 ) -> TranscodePlan:
     """Plan a transcoding in which the modules named by `floats` become floats.
 
-    Raises MoeqError as `survey` does; `bug.config` if the written config would not be understood as meant.
+    Raises MoeqError as `survey` does; `bug.config` if readers would misunderstand the written config.
     """
     target = get_target(request.to)
     found = survey(checkpoint, target, request, floats)
@@ -155,7 +155,7 @@ def make_transcode_plan(
         config["kv_cache_scheme"] = before.raw.get("kv_cache_scheme")
     declaration = None if config is None else read_dialect(str(config["quant_method"]), config, "written config")
     described = _described(found, declaration)
-    files, homes = _files(checkpoint, found, request)
+    files, kinds = _files(checkpoint, found, request)
     plan = TranscodePlan(
         files=tuple(files),
         units=(),
@@ -171,11 +171,11 @@ def make_transcode_plan(
         described=described,
         floats=floats,
     )
-    return replace(plan, units=tuple(_units(checkpoint, plan, homes)))
+    return replace(plan, units=tuple(_units(checkpoint, plan, kinds)))
 
 
 def item_specs(plan: TranscodePlan, item: Item) -> list[MatrixSpec]:
-    """Return sizes of the projections of an item."""
+    """Return the specs of the projections that are written for an item."""
     if isinstance(item, ModuleItem):
         spec = plan.modules_by_name[item.name].projected.spec
         return [spec if item.rows is None else spec.with_sizes(n=item.rows[1] - item.rows[0])]
@@ -184,7 +184,7 @@ def item_specs(plan: TranscodePlan, item: Item) -> list[MatrixSpec]:
 
 
 def _some_rows(whole: WrittenProjection, rows: Span) -> WrittenProjection:
-    """Return some rows of a projection as they are written; every part has a row for each output feature."""
+    """Return some rows of a written projection, whose parts all have one row per output feature."""
     start, stop = rows
     count, projected, described = whole.described.spec.n, whole.projected, whole.described
 
@@ -218,7 +218,7 @@ def _place(layer: LayerSurvey, projection: StoredName, expert: int, part: str, f
 
 
 def _described(found: Survey, declaration: Declaration | None) -> dict[tuple[Projected, str], Described]:
-    """Return how a reader of the written config and headers understands every kind of projection."""
+    """Describe every kind of projection as a reader of the written config and headers does."""
     modules: dict[tuple[Projected, str], str] = {}  # the first of each kind
     for layer in found.layers:
         for module, name, projected in layer.modules():
@@ -231,9 +231,9 @@ def _described(found: Survey, declaration: Declaration | None) -> dict[tuple[Pro
 def _reader(projected: Projected, module: str, declaration: Declaration | None) -> Described:
     """Describe a written projection from its headers and the written config, as if opening the result.
 
-    Raises MoeqError `bug.config` if that is not what was meant.
+    Raises MoeqError `bug.config` if this description is not that of the plan.
     """
-    # Readers turn transposed stacks round before anything else.
+    # Readers transpose such stacks back before anything else.
     plain = projected.spelling == "plain-transposed"
     signatures = replace(projected, spelling="plain").signatures if plain else projected.signatures
     declared = declaration.resolve(module) if declaration else None
@@ -265,7 +265,10 @@ def _consumed(checkpoint: Checkpoint, found: Survey) -> Iterator[TensorEntry]:
 def _files(
     checkpoint: Checkpoint, found: Survey, request: TranscodeRequest
 ) -> tuple[list[FilePlan], dict[str, Literal["layer", "modules", "copies"]]]:
-    """Plan output files: copied tensors, modules, layers. Names are numbered as every tool numbers shards."""
+    """Plan output files and return the kind of each by name: copied tensors, modules, or a layer.
+
+    Names are numbered as every tool numbers shards.
+    """
     copies = in_source_order(checkpoint.source, found.copied)
     copied: list[TensorForms] = [{rename(entry.name, found.renamed): (entry.shape, entry.dtype)} for entry in copies]
     modules, layers = [*map(_module_tensors, found.modules)], [dict(_layer_tensors(layer)) for layer in found.layers]
@@ -303,7 +306,7 @@ def _layer_tensors(layer: LayerSurvey) -> Iterator[tuple[str, tuple[tuple[int, .
     for expert, projections in layer.kinds.items():
         for projection, projected in projections.items():
             for part, signature in projected.signatures.items():
-                # A stack's own shape has the number of experts in front, as its tensors have.
+                # The tensor of a stack has one more dimension in front, for the experts.
                 shape = signature.shape
                 if naming.stacked:
                     shape = (len(layer.kinds), *shape) if naming.is_row(part) else (shape[0] + 1,)
@@ -348,7 +351,7 @@ def _layer_units(
 
 
 def _module_units(plan: TranscodePlan, modules: Iterator[ModuleSurvey], file: FilePlan) -> Iterator[TranscodeUnit]:
-    """Yield units of about equal size. A file holds whole modules, in order."""
+    """Yield units of about equal size for the modules of a file, which holds whole modules in order."""
     left, group, size = len(file.tensors), list[ModuleSurvey](), 0
     while left:
         module = next(modules)
@@ -371,7 +374,7 @@ def _modules_unit(plan: TranscodePlan, file: FilePlan, modules: Sequence[ModuleS
 
 
 def _module_items(module: ModuleSurvey) -> Iterator[ModuleItem]:
-    """Yield a module; of GGUF blocks that become floats, such as an embedding's, as many rows as fit in memory."""
+    """Yield a module as one item; one of GGUF blocks that become floats in runs of rows that fit in memory."""
     spec, name = module.projected.spec, module.source.name
     rows = max(1, _ITEM_NUMBERS // spec.k)
     if module.source.described.scheme.format != "gguf" or module.projected.spelling != "plain" or spec.n <= rows:

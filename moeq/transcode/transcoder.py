@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from moeq.pipeline.pack.fast.path import Inputs
     from moeq.transcode.fast_item import CachedItem, FastItem
 
-    #: A fast path and what it reads.
+    #: A fast path and the stored bytes that it reads.
     Fetched = tuple[FastItem | CachedItem, Inputs]
 
 
-#: Bytes per number of a projection that one thread holds at its peak: codes and words of both sides, and packing.
+#: Peak bytes that one thread holds per number of a projection: codes and words of both sides, and buffers of packing.
 _NUMBER_BYTES = 12
 
 
@@ -53,9 +53,9 @@ _NUMBER_BYTES = 12
 class TranscodedItem:
     """Result of transcoding one item."""
 
-    written: int
-    hashes: tuple[bytes, ...]
-    losses: tuple[Loss, ...]
+    written: int  #: bytes
+    hashes: tuple[bytes, ...]  #: BLAKE3 of every piece, in order
+    losses: tuple[Loss, ...]  #: changes of projections and of static scales
 
 
 class Transcoder(UnitWorker[TranscodeUnit, Item]):
@@ -74,8 +74,8 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
     def need(cls, work: Work, unit: TranscodeUnit) -> Need:
         assert isinstance(work.plan, TranscodePlan)
         # Experts of a unit are alike; modules are not.
-        some = unit.items[:1] if isinstance(unit.items[0], ExpertItem) else unit.items
-        numbers = max(sum(spec.n * spec.k for spec in item_specs(work.plan, item)) for item in some)
+        unlike = unit.items[:1] if isinstance(unit.items[0], ExpertItem) else unit.items
+        numbers = max(sum(spec.n * spec.k for spec in item_specs(work.plan, item)) for item in unlike)
         return Need("transcode", reference=_NUMBER_BYTES * numbers)
 
     @property
@@ -93,7 +93,7 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         return path, dict(zip(path.reads, data, strict=True))
 
     def pack(self, item: Item, data: Fetched | None, buffers: Buffers, slot: int) -> tuple[TranscodedItem, Writes]:
-        """Transcode one item and prove it. Raises MoeqError also with `answer.not-exact`, unless losses are allowed."""
+        """Transcode one item and prove it. Raises MoeqError, `answer.not-exact` too unless losses are allowed."""
         found = None if data is None else self._on_fast_path(item, *data, buffers, slot)
         return (self._on_reference_path(item), ()) if found is None else found
 
@@ -132,7 +132,7 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
     def _carried(
         self, item: Item, outputs: Mapping[StoredName, WrittenProjection]
     ) -> tuple[dict[tuple[StoredName, str], Bytes], list[Loss]]:
-        """Convert static scales of activations, by projection and part; return them and those that changed.
+        """Convert static scales of activations; return their bytes by projection and part, and the scales' losses.
 
         Raises MoeqError `answer.not-exact` if one changes and that was not allowed; `source.bad-data`.
         """
@@ -154,7 +154,7 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         return found, losses
 
     def _with_experts(self, item: Item, part: str, output: WrittenProjection, data: Bytes) -> Bytes:
-        """Put the number of experts in front of the bytes of a stack's shape."""
+        """Put the number of experts in front of a stored shape if experts are stacked; return other parts unchanged."""
         if part not in WHOLE_PARTS or not isinstance(item, ExpertItem):
             return data
         layer = self._plan.layers_by_number[item.layer]
@@ -202,13 +202,13 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
 
 def _require_size(output: WrittenProjection, part: str, data: Bytes, size: int) -> None:
     if data.nbytes != size:
-        raise ValueError(f"{output.module}.{part} has {data.nbytes} bytes, its place {size}")
+        raise ValueError(f"{output.module}.{part} has {data.nbytes} bytes, but its place has {size}")
 
 
 def read_item(
     checkpoint: Checkpoint, plan: TranscodePlan, item: Item, projections: Sequence[StoredName]
 ) -> dict[StoredName, QuantizedMatrix]:
-    """Read the source's matrices, rows in the order of the target. Raises MoeqError as `Checkpoint.matrix`."""
+    """Read the source's matrices, with rows in the target's order. Raises MoeqError as `Checkpoint.matrix`."""
     from moeq.model.stored_parts import interleaved
 
     if not isinstance(item, ExpertItem):
@@ -229,7 +229,7 @@ def read_item(
 def _sorted(
     checkpoint: Checkpoint, item: ExpertItem, matrices: dict[StoredName, QuantizedMatrix]
 ) -> dict[StoredName, QuantizedMatrix]:
-    """Sort columns of the down projection in the order of their groups, and rows of gate and up likewise."""
+    """Sort columns of the down projection in the order of their groups, or rows of gate and up in that same order."""
     where = f"{checkpoint.expert_prefix(item.layer)} expert {item.expert}"
     if item.role == "w2":
         down = matrices["down"]

@@ -1,4 +1,4 @@
-"""Write experts into tensors on a GPU by the gather kernel: no copy of the packed expert, no wait for the writes.
+"""Write experts into tensors on a GPU by the gather kernel, without copying packed experts or waiting for the writes.
 
 Work is queued on the current stream, so that later kernels of that stream, captured graphs included, read the new
 weights. Other streams have to wait for an event of this one, as for any tensor that is written.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def obstacle(layer: WritableLayer, role: StackedRole) -> str | None:
-    """Say why the gather kernel cannot write a layer, so that experts are packed on the CPU; None if it can."""
+    """Return why the gather kernel cannot write a stacked matrix, which is then packed on the CPU; None if it can."""
     layout, spec = layer.layout, layer.padded(role)
     if not layout.is_index_map():
         return f"{layout.id} is more than an index map"
@@ -40,24 +40,24 @@ def obstacle(layer: WritableLayer, role: StackedRole) -> str | None:
     if isinstance(layout, MarlinActOrder):
         return "act-order sorts the columns of every expert"
     if layout.lossy is not None and not layout.rearranges:
-        return f"values may not fit, which takes a look at them: {layout.lossy}"
+        return f"values may not fit, so that they have to be looked at: {layout.lossy}"
     if any(placement is None for placement in placements(layer, role).values()):
         return f"{layout.id} stores up rows before gate rows, or padding between them"
     stored = layout.tensors(spec)
     for name, tensor in layer.tensors[role].items():
         if tensor.dtype != torch_dtype(stored[name].dtype):
-            return f"{role}_{name} is {tensor.dtype}, the layout stores {stored[name].dtype}"
+            return f"{role}_{name} is {tensor.dtype}, but the layout stores {stored[name].dtype}"
     return None
 
 
 def placements(layer: WritableLayer, role: StackedRole) -> dict[str, Placement | None]:
-    """Return the words of every part of a stacked matrix that the gather kernel writes."""
+    """Return where the gather kernel writes the words of every part of a stacked matrix; None for parts it cannot."""
     layout, spec = layer.layout, layer.padded(role)
     return {name: placement_of(part, layout.element_shape(part, spec)) for name, part in layout.parts(spec).items()}
 
 
 class Gather:
-    """The gather kernel's writes of one stacked matrix without `obstacle`, as far as they are alike for all experts."""
+    """Planner of the gather kernel's writes into one stacked matrix that has no `obstacle`."""
 
     def __init__(self, layer: WritableLayer, role: StackedRole) -> None:
         self._layer, self._role = layer, role
@@ -73,7 +73,8 @@ class Gather:
     def has_tall_layer(self) -> bool:
         """Whether the experts of a rank are quantised and written together, one launch for each part.
 
-        Their rows then follow each other as those of one tall matrix: nothing is padded, cut, or common to an expert.
+        The rows of all experts then make up one tall matrix: nothing is padded or cut, and no number belongs to a
+        whole expert.
         """
         layer, role = self._layer, self._role
         weight = layer.scheme.weight
@@ -93,7 +94,7 @@ class Gather:
         return {name: one for name, one in placements(self._layer, self._role).items() if one is not None}
 
     def encoded(self, matrix: QuantizedMatrix, rows: Sequence[int]) -> tuple[Copies, list[Write]]:
-        """Return the copies and writes of a rank's matrix, which lies on the device of the tensors, into some rows.
+        """Return the copies and writes of a rank's matrix, on the tensors' device, into some rows of the tensors.
 
         Raises MoeqError: the errors of `Layout.check_values`.
         """
@@ -128,8 +129,8 @@ class Gather:
     def stored(self, given: Mapping[str, Parts], rows: Sequence[int]) -> list[Write] | None:
         """Return the writes of a whole matrix that the kernel reads as the checkpoint stores it, without decoding.
 
-        None if that needs decoding, or if a value is refused, which decoding says in words. Raises MoeqError
-        `usage.update-tensors` if the tensors are not the checkpoint's own form.
+        Return None if the matrix has to be decoded, or holds a value that decoding will refuse. Raises MoeqError
+        `usage.update-tensors` if the tensors are not in the checkpoint's own form.
         """
         import torch
 
@@ -174,7 +175,7 @@ class Gather:
         return writes
 
     def _check_form(self, name: str, tensors: Parts) -> None:
-        """Check stored tensors as `check_form` does, once for all with the same dtypes and shapes."""
+        """Call `check_form` on stored tensors, unless tensors of the same dtypes and shapes were checked before."""
         form = (name, *((part, tensor.dtype, tensor.shape) for part, tensor in tensors.items()))
         if form not in self._forms:
             check_form(self._layer, name, tensors, self._specs[name])
@@ -182,9 +183,9 @@ class Gather:
 
     @cached_property
     def _stored_parts(self) -> dict[str, tuple[str, tuple[int, int], Placement]]:
-        """Name, shape and words of the parts that hold `codes` and `scales`.
+        """Field (`codes`, `scales`) to the name, shape and placement of the part that holds it.
 
-        Empty unless stored codes and scales are all of the matrix, in its rows and with the bits that the layout moves.
+        Empty unless stored codes and scales are the whole matrix, row by row, in bits that the layout only moves.
         """
         layer, role = self._layer, self._role
         layout, spec, scheme = layer.layout, layer.padded(role), layer.scheme
@@ -210,7 +211,7 @@ class Gather:
         }
 
     def _scales_fit(self, scales: Tensor) -> bool:
-        """Return whether all scales are finite, and exponents within those of the layout. Waits for the device."""
+        """Return whether all scales are finite, and exponents are in the layout's range. Waits for the device."""
         import torch
 
         if scales.dtype == torch.uint8:

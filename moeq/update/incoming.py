@@ -81,7 +81,8 @@ def check_block(layer: WritableLayer, projection: str, block: ProjectionBlock) -
     where = f"layer {layer.layer} {projection}"
     for axis, part, size in (("row", block.rows, spec.n), ("column", block.columns, spec.k)):
         if not 0 <= part.start < part.stop <= size:
-            raise MoeqError("usage.illegal-slice", f"{where}: {axis}s {part.start} .. {part.stop} of {size}")
+            detail = f"{where}: {axis}s {part.start} .. {part.stop} are empty or outside 0 .. {size}"
+            raise MoeqError("usage.illegal-slice", detail)
     if block == whole_block(spec):
         return
     if spec.act_order:
@@ -110,9 +111,10 @@ def _shared(where: str, why: str) -> MoeqError:
 
 
 def named_tensors(layer: WritableLayer, projection: str, tensors: object) -> dict[str, Parts]:
-    """Return the tensors of an update by what they hold: `gate`, `up`, `down`, or `gate_up` for a fused tensor.
+    """Return the tensors of an update by projection: `gate`, `up`, `down`, or `gate_up` for a fused tensor.
 
-    `projection` is a key of `PROJECTIONS`, `tensors` parts by name or a float tensor `[N, K]`, for `w13` of each half.
+    `projection` is a key of `PROJECTIONS`. `tensors` are parts by name or a float tensor `[N, K]`; for `w13` a mapping
+    of both halves to such tensors.
 
     Raises MoeqError `usage.no-such-projection`; `usage.update-tensors` for what is no tensor.
     """
@@ -127,9 +129,9 @@ def named_tensors(layer: WritableLayer, projection: str, tensors: object) -> dic
 
 
 def joined(layer: WritableLayer, given: Mapping[str, Parts], more: Mapping[str, Parts]) -> dict[str, Parts]:
-    """Return the tensors of both. Raises MoeqError `usage.update-tensors` if a projection is in both."""
-    both = [{"gate", "up"} if name == "gate_up" else {name} for name in (*given, *more)]
-    if sum(map(len, both)) > len(set().union(*both)):
+    """Merge two mappings of tensors. Raises MoeqError `usage.update-tensors` if a projection is in both."""
+    named = [{"gate", "up"} if name == "gate_up" else {name} for name in (*given, *more)]
+    if sum(map(len, named)) > len(set().union(*named)):
         raise _unfit(layer, " and ".join([*given, *more]), "a projection is given twice")
     return {**given, **more}
 
@@ -156,7 +158,7 @@ def read_update(
     Args:
         given: tensors as `named_tensors` returns them.
         block: part of the projection that the tensors hold; None: all of it.
-        device: device that does it, which the caller has made torch's default.
+        device: device that decodes or quantises; the caller has made it torch's default.
 
     Raises MoeqError `usage.update-tensors` if the tensors are not the checkpoint's own form; `source.*` for values that
     no checkpoint has.
@@ -171,10 +173,11 @@ def read_update(
 def read_layer(
     layer: WritableLayer, projection: str, weights: Tensor | Mapping[str, Tensor]
 ) -> tuple[list[Projection], Tensor]:
-    """Return projections, and their float weights of all experts of a rank in the rows of the stacked matrix.
+    """Return projections and their float weights `[experts, rows, K]`, with rows in the order of the stacked matrix.
 
-    `projection` is a key of `PROJECTIONS`, weights are `[experts, N, K]`, for `w13` one tensor for `gate` and one for
-    `up`. Raises MoeqError `usage.no-such-projection`, `usage.update-tensors`.
+    `projection` is a key of `PROJECTIONS`. `weights` are `[experts, N, K]` for all experts of a rank; for `w13` a
+    mapping with a tensor for `gate` and one for `up`. Raises MoeqError `usage.no-such-projection`,
+    `usage.update-tensors`.
     """
     import torch
 
@@ -290,9 +293,9 @@ def _quantized(
 ) -> Incoming:
     weight, more = tensors["weight"], tensors.keys() - {"weight", "bias"}
     if more:
-        raise _unfit(layer, projection, f"float weights come with no {', '.join(sorted(more))}")
+        raise _unfit(layer, projection, f"float weights must come without {', '.join(sorted(more))}")
     if tuple(weight.shape) != (wanted.n, wanted.k):
-        raise _unfit(layer, projection, f"the weights are {list(weight.shape)}, {[wanted.n, wanted.k]} are written")
+        raise _unfit(layer, projection, f"the weights are {list(weight.shape)}, not {[wanted.n, wanted.k]}")
     bias = tensors.get("bias")
     if bias is not None and (tuple(bias.shape) != (wanted.n,) or wanted.bias_dtype is None):
         raise _unfit(layer, projection, f"bias is {list(bias.shape)}, the layer has {wanted.bias_dtype} [{wanted.n}]")
@@ -303,7 +306,7 @@ def _quantized(
 
 
 def _decoded(layer: WritableLayer, name: str, tensors: Parts, wanted: MatrixSpec) -> QuantizedMatrix:
-    """Decode the checkpoint's own form, whose headers have to say what is wanted."""
+    """Decode tensors in the checkpoint's own form, after checking that their headers describe the wanted matrix."""
     found = check_form(layer, name, tensors, wanted)
     where = f"layer {layer.layer} {name}"
     matrix = decode(tensors, replace(wanted, bias_dtype=found.bias_dtype), layer.scheme, where)
@@ -313,16 +316,16 @@ def _decoded(layer: WritableLayer, name: str, tensors: Parts, wanted: MatrixSpec
 
 
 def check_form(layer: WritableLayer, name: str, tensors: Parts, wanted: MatrixSpec) -> MatrixSpec:
-    """Return the spec that the dtypes and shapes of stored tensors say.
+    """Return the spec that the dtypes and shapes of stored tensors describe.
 
-    Raises MoeqError `usage.update-tensors` unless it is the wanted one, with or without its bias.
+    Raises MoeqError `usage.update-tensors` unless it is the wanted one, with or without a bias.
     """
     known, where = get_format(layer.scheme.format), f"layer {layer.layer} {name}"
     sigs = {part: PartSig(_stored_dtype(tensor), tuple(tensor.shape)) for part, tensor in tensors.items()}
     context = Context(where, wanted.role, _declared(layer.scheme), wanted.k, wanted.gated)
     if not known.matches(sigs, context.declared):
         shown = ", ".join(f"{part} {sig.dtype}{list(sig.shape)}" for part, sig in sorted(sigs.items())) or "nothing"
-        raise _unfit(layer, name, f"{known.title} is written, these tensors are {shown}")
+        raise _unfit(layer, name, f"the layer's form is {known.title}, these tensors are {shown}")
     try:
         found = known.describe(sigs, context).spec
     except MoeqError as error:
@@ -330,7 +333,7 @@ def check_form(layer: WritableLayer, name: str, tensors: Parts, wanted: MatrixSp
     if "bias" not in sigs:
         found = replace(found, bias_dtype=wanted.bias_dtype)
     if replace(found, act_order=wanted.act_order, role=wanted.role, gated=wanted.gated) != wanted:
-        raise _unfit(layer, name, f"the tensors hold {_text(found)}, {_text(wanted)} is written")
+        raise _unfit(layer, name, f"the tensors hold {_text(found)}, but the layer holds {_text(wanted)}")
     return found
 
 

@@ -41,17 +41,17 @@ class WritableLayer:
 
     Attributes:
         layer: layer number.
-        layout: layout that packed it, with losses allowed if the conversion had some.
-        scheme: how the source encodes these experts.
-        specs: logical `w13` and `w2` of a whole expert, as the source has them.
-        written: the same in the groups that are written (`moeq convert --regroup`).
+        layout: layout that packed the layer, with losses allowed if the conversion had some.
+        scheme: encoding of these experts in the source.
+        specs: specs of `w13` and `w2` of a whole expert, in the source's groups.
+        written: specs of `w13` and `w2` of a whole expert, in the written groups (`moeq convert --regroup`).
         padding: sizes of this rank's part before and after padding.
         intermediate: intermediate features of this rank.
         first: whether the rank adds the bias of `w2`.
         tensors: the tensors that are written, `[rows, ...]` each, on one device.
         experts: expert of every row, as the model counts them; an expert in several rows is redundant.
         num_experts: experts of the layer on all ranks.
-        digests: projection to the digest of every expert where the manifest's are those of this rank, else empty.
+        digests: projection to the manifest's digest of every expert; empty for a rank that holds parts of experts.
         rank: the rank.
         interleaved: whether a `gate_up` tensor of the source alternates gate and up rows; None if unknown.
     """
@@ -72,7 +72,7 @@ class WritableLayer:
     interleaved: bool | None = False
 
     def __post_init__(self) -> None:
-        """Raise MoeqError `usage.update-target` unless the tensors are what the layout writes."""
+        """Raise MoeqError `usage.update-target` unless the tensors have the layout's parts, shapes and dtypes."""
         for role in STACKED_ROLES:
             wanted = self.layout.tensors(self.padded(role))
             if wanted.keys() != self.tensors[role].keys():
@@ -86,11 +86,11 @@ class WritableLayer:
         return [row for row, held in enumerate(self.experts) if held == expert]
 
     def padded(self, role: StackedRole) -> MatrixSpec:
-        """Return the spec of this rank's part as it is packed."""
+        """Return the spec of this rank's part of an expert, padding included."""
         return self.padding.w2 if role == "w2" else self.padding.w13
 
     def own(self, role: StackedRole) -> MatrixSpec:
-        """Return the spec of this rank's part without padding."""
+        """Return the spec of this rank's part of an expert, without padding."""
         return self.padding.original_w2 if role == "w2" else self.padding.original_w13
 
     @property
@@ -125,11 +125,11 @@ class WritableLayer:
         )
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: str) -> None:
-        want = torch_dtype(dtype)
-        is_float = tensor.dtype.is_floating_point and want.is_floating_point
-        same_kind = tensor.dtype == want or (is_float and min(tensor.element_size(), want.itemsize) > 1)
+        wanted = torch_dtype(dtype)
+        is_float = tensor.dtype.is_floating_point and wanted.is_floating_point
+        same_kind = tensor.dtype == wanted or (is_float and min(tensor.element_size(), wanted.itemsize) > 1)
         if tuple(tensor.shape) != shape or not same_kind:
-            raise self.unsuitable(f"{name} is {tensor.dtype} {list(tensor.shape)}, {want} {list(shape)} is written")
+            raise self.unsuitable(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {wanted} {list(shape)}")
         if not tensor.is_contiguous():
             raise self.unsuitable(f"{name} has strides {tensor.stride()}, so its bytes are not one block")
         if tensor.requires_grad:
@@ -147,7 +147,7 @@ class WritableLayer:
 
 
 def sharing_memory(tensors: Iterable[tuple[T, Tensor]]) -> Iterator[tuple[T, T]]:
-    """Yield the names of tensors that share memory with the next one in memory."""
+    """Yield pairs of names of tensors that overlap in memory, among neighbours by address."""
     spans = [
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
         for name, tensor in tensors
@@ -184,8 +184,7 @@ def writable_layer(
         check_gpu: refuse a GPU of another architecture than the one converted for.
 
     Raises:
-        MoeqError: `usage.update-target` if the tensors are not those of the layout, and the errors of
-            `moeq.load_tensors`.
+        MoeqError: `usage.update-target` if the tensors do not fit the layout, and the errors of `moeq.load_tensors`.
     """
     import torch
 
@@ -208,7 +207,7 @@ def describe_layer(
 ) -> WritableLayer:
     """Describe a rank's part of a layer, as `moeq.load.ranks.plan_rank` planned it, for writing.
 
-    `experts` is the expert of every row [those of the part, in order].
+    `experts` is the expert of every row; None: the experts of `part`, in order.
     """
     layout = get_layout(entry.layout, allow_lossy=entry.losses > 0)
     written = {role: entry.matrices[role].spec for role in STACKED_ROLES}
@@ -235,7 +234,7 @@ def describe_layer(
 
 
 def _features(entry: LayerEntry, part: RankPart) -> Range:
-    """Return the intermediate features of a rank, without those that only pad."""
+    """Return the intermediate features of a rank, without padding."""
     whole, window = entry.matrices["w2"].spec.k, part.matrices["w2"].window
     if window is not None:
         return Range(min(window.k[0], whole), min(window.k[1], whole))

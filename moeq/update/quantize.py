@@ -1,9 +1,9 @@
 """Quantise float weights by rounding to nearest, bit for bit as compressed-tensors or ModelOpt do on a CPU.
 
-Scales are computed in the wider of the weights' dtype and the stored scale dtype, then rounded to the stored one.
-Sources: compressed-tensors 0.20 (`calculate_qparams`, `quantize`, `generate_gparam`, `mxfp_utils`), whose Triton
-kernels for GPUs divide in float32 instead and so may round a 16-bit weight otherwise; nvidia-modelopt 0.47
-(`NVFP4QTensor`, `MXFP4QTensor`, `FP8QTensor`).
+Scales are computed in the wider of the weights' dtype and the stored scale dtype, then rounded to the stored dtype.
+Sources: compressed-tensors 0.20 (`calculate_qparams`, `quantize`, `generate_gparam`, `mxfp_utils`) and nvidia-modelopt
+0.47 (`NVFP4QTensor`, `MXFP4QTensor`, `FP8QTensor`). The Triton kernels of compressed-tensors divide in float32, so that
+on a GPU they may round a 16-bit weight differently.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 Rule = Literal["compressed-tensors", "modelopt"]
 RULES: tuple[Rule, ...] = ("compressed-tensors", "modelopt")
 
-#: Largest E4M3 and E2M1 numbers.
+#: Largest E4M3 number and largest E2M1 number.
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 
 #: Least block scale of ModelOpt's NVFP4.
 _LEAST_BLOCK_SCALE = 2.0**-9
 
-#: Borders between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6; a tie goes up where the code above is even.
+#: Borders between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and those at which ties go up to an even code.
 _BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _TIES_UP = (0.75, 1.75, 3.5)
 
@@ -41,10 +41,10 @@ def quantize(
 
     Args:
         weight: bf16, fp16 or float32 `[N, K]`.
-        spec: element, groups, scale dtype and symmetry of the result; sizes those of `weight`.
+        spec: element, groups, scale dtype and symmetry of the result, with the sizes of `weight`.
         rule: library whose arithmetic is followed. They differ for MXFP4 and NVFP4 only.
-        rows: output features that share a scale: 1, 128 for blocks, -1 for all of them.
-        global_scale: NVFP4's second-level scale to use, as `nvfp4_global_scale` gives it; None: that of these weights.
+        rows: output features that share a scale: 1, 128 for blocks, or -1 for all of them.
+        global_scale: NVFP4's second-level scale from `nvfp4_global_scale`; None: computed from these weights.
 
     Returns:
         The matrix without a bias.
@@ -96,7 +96,7 @@ def under_scales(weight: Tensor, scales_of: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def _over(values: Tensor, number: float) -> Tensor:
-    """Divide by a number; torch would multiply by its reciprocal on a GPU, which rounds otherwise than on a CPU."""
+    """Divide by a number. On a GPU torch would multiply by its reciprocal, which rounds differently than on a CPU."""
     import torch
 
     return values / torch.full((), number, dtype=values.dtype, device=values.device)
@@ -146,7 +146,7 @@ def _fp8(weight: Tensor, spec: MatrixSpec, rows: int) -> QuantizedMatrix:
 
 
 def _mx(weight: Tensor, spec: MatrixSpec) -> QuantizedMatrix:
-    """Return MXFP4 or MXFP8 as compressed-tensors does: the exponent of the rounded maximum, less that of the type."""
+    """Return MXFP4 or MXFP8 by compressed-tensors' rule: scales have the rounded maximum's exponent less the type's."""
     import torch
 
     groups = _in_groups(weight, spec)
@@ -154,7 +154,7 @@ def _mx(weight: Tensor, spec: MatrixSpec) -> QuantizedMatrix:
     exponents = _exponents(groups.abs().amax(2)) - (2 if fp4 else 8)
     scales = (exponents + 127).clamp(0, 255).to(torch.uint8)
     factors = e8m0_values(scales).to(weight.dtype)
-    if weight.dtype == torch.float16:  # 2^-127 is 0 there, where compressed-tensors divides by its least scale, 1
+    if weight.dtype == torch.float16:  # 2^-127 is 0 in float16; compressed-tensors divides by a scale of 1 instead
         scales = scales.where(factors != 0, 127)
         factors = factors.where(factors != 0, 1)
     scaled = (groups / factors.unsqueeze(2)).flatten(1)
@@ -178,7 +178,7 @@ def _exponents(largest: Tensor) -> Tensor:
 
 
 def _mxfp4_modelopt(weight: Tensor, spec: MatrixSpec) -> QuantizedMatrix:
-    """Return MXFP4 as ModelOpt does: scales that hold the maximum, ties towards zero, zeros as code 8."""
+    """Return MXFP4 by ModelOpt's rule: scales cover the maximum, ties round towards zero, zeros have code 8."""
     import torch
 
     groups = _in_groups(weight, spec)
@@ -193,8 +193,8 @@ def _mxfp4_modelopt(weight: Tensor, spec: MatrixSpec) -> QuantizedMatrix:
 def nvfp4_global_scale(weight: Tensor, rule: Rule) -> Tensor:
     """Return NVFP4's second-level scale of some weights as the library stores it, float32 `[1]`.
 
-    ModelOpt stores a multiplier, of which the larger one serves gate and up together; compressed-tensors stores the
-    reciprocal, of which it is the smaller one.
+    ModelOpt stores a multiplier, so that the larger of two serves gate and up together. Compressed-tensors stores the
+    reciprocal, so that the smaller of two does.
     """
     import torch
 
@@ -224,7 +224,7 @@ def _nvfp4(weight: Tensor, spec: MatrixSpec, rule: Rule, shared: Tensor) -> Quan
 
 
 def _e2m1(values: Tensor) -> Tensor:
-    """Return the nearest E2M1 codes, ties to even, as uint8; numbers that round to 0 keep their sign, 0 has none."""
+    """Return the nearest E2M1 codes, ties to even, as uint8. Negative numbers that round to 0 keep their sign."""
     import torch
 
     size = values.abs().contiguous()

@@ -1,4 +1,4 @@
-"""Digests of the experts that a layer's tensors hold: read on the device of the tensors where a layout is an index map.
+"""Digests of the experts in a layer's tensors: computed on the tensors' device where a layout is an index map.
 
 On a GPU the numbers of many experts are gathered into the messages that `moeq.digest.logical_digest` hashes, and hashed
 there; only digests come to the host. Other layouts, and tensors on a CPU, are unpacked and hashed expert by expert.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Upper bound of the bytes that are gathered at a time on a GPU, unless one expert has more.
 SCRATCH_BYTES = 1 << 27
 
-#: Upper bound of the readers that are kept, two for each layer.
+#: Upper bound of the readers that are cached; a layer needs two.
 KEPT_READERS = 256
 
 #: Digest of a projection, by expert and projection.
@@ -37,22 +37,22 @@ Digests = dict[tuple[int, str], str]
 
 
 def snapshot(layer: WritableLayer) -> str:
-    """Read all experts that a rank holds and return the layer's digest, equal to `Writer.digest` of true weights."""
+    """Read all experts that a rank holds and return the layer's digest; undamaged tensors give `Writer.digest`."""
     return layer_digest(layer, read_digests(layer, ()))
 
 
 def layer_digest(layer: WritableLayer, digests: Digests) -> str:
-    """Return the digest of a layer from those of its projections."""
+    """Return the digest of a layer, computed from the digests of its projections."""
     return snapshot_digest(layer.layer, iter((*key, value) for key, value in sorted(digests.items())))
 
 
 def read_digests(layer: WritableLayer, known: Container[tuple[int, str]], *, gather: bool | None = None) -> Digests:
-    """Return the digests of projections that are not known, read from the tensors.
+    """Compute the digests of all projections that are not known from the tensors.
 
     Args:
         layer: the layer.
         known: expert and projection of digests that are not needed.
-        gather: whether kernels read what they can; None: on a GPU. On a CPU they run in Triton's interpreter.
+        gather: whether kernels read what they can; None: on a GPU only. True on a CPU: in Triton's interpreter.
     """
     wanted = layer.device.type == "cuda" if gather is None else gather
     found: Digests = {}
@@ -86,7 +86,7 @@ def read_matrix(layer: WritableLayer, role: StackedRole, row: int) -> QuantizedM
 
 
 def stored_row(layer: WritableLayer, role: StackedRole, row: int) -> dict[str, Tensor]:
-    """Return the parts of a row in the dtypes of the layout; engines round some scales and biases."""
+    """Return the parts of a row in the layout's dtypes, on the CPU; engines hold some scales and biases in others."""
     wanted = layer.layout.tensors(layer.padded(role))
     return {
         name: tensor[row].to("cpu", torch_dtype(wanted[name].dtype)) for name, tensor in layer.tensors[role].items()
@@ -94,7 +94,7 @@ def stored_row(layer: WritableLayer, role: StackedRole, row: int) -> dict[str, T
 
 
 def as_source(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Return the matrix in the groups of the source."""
+    """Return the matrix with the source's group size."""
     group = layer.specs[role].group_size
     return matrix if group == layer.written[role].group_size else ungroup(matrix, group)
 
@@ -105,12 +105,12 @@ def digests_of(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix)
 
 
 def is_gathered(layer: WritableLayer) -> bool:
-    """Return whether kernels read a layer: its layout is an index map of numbers that are decoded one by one."""
+    """Return whether kernels can read a layer: its layout has to be an index map of numbers that are decoded alone."""
     return type(layer.layout).unpack is Layout.unpack
 
 
 def runs_of(rows: Sequence[int], layer: WritableLayer, role: StackedRole) -> Iterator[slice]:
-    """Cut rows into runs that follow each other and fit the scratch memory."""
+    """Cut rows into runs of consecutive rows that fit the scratch memory."""
     spec = layer.own(role)
     most = max(1, SCRATCH_BYTES // (spec.n * spec.k * max(spec.bits, 4) // 8))
     start = 0
@@ -121,19 +121,22 @@ def runs_of(rows: Sequence[int], layer: WritableLayer, role: StackedRole) -> Ite
 
 
 def messages_of(layer: WritableLayer, role: StackedRole, rows: slice) -> tuple[Tensor, int]:
-    """Gather what `logical_digest` hashes of some rows, `[rows, projections, bytes]`, and return its length."""
+    """Gather the messages that `logical_digest` hashes for some rows, `[rows, projections, stride]`.
+
+    The second result is the length of each message in bytes; the stride is that length rounded up to whole blocks.
+    """
     group, written = layer.specs[role].group_size, layer.written[role].group_size
     reader = _reader(layer.layout, layer.padded(role), layer.own(role), None if group == written else group)
     return reader.messages({name: tensor[rows] for name, tensor in layer.tensors[role].items()})
 
 
 class _Reader:
-    """Reader of the stacked tensors of a layout, of some rows at a time.
+    """Reader of the stacked tensors of a layout, some rows at a time.
 
     Args:
-        spec: matrix of one row as it is packed.
-        own: the same without padding.
-        group: group size of the source if that of the packed matrix is another, else None.
+        spec: spec of the matrix of one row, padding included.
+        own: spec of that matrix without padding.
+        group: group size of the source if the packed matrix has another, else None.
     """
 
     def __init__(self, layout: Layout, spec: MatrixSpec, own: MatrixSpec, group: int | None) -> None:
@@ -145,10 +148,10 @@ class _Reader:
             name: (part, torch_dtype(stored[name].dtype), reading_of(part, layout.element_shape(part, spec)))
             for name, part in layout.parts(spec).items()
         }
-        self._headers: dict[torch.device, list[tuple[int, Tensor]]] = {}  #: by device: place and bytes of each
+        self._headers: dict[torch.device, list[tuple[int, Tensor]]] = {}  #: device to (place, bytes) of each header
 
     def messages(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-        """Gather the messages of all projections of the given rows, and return their length."""
+        """Gather the messages of all projections of some rows, `[rows, projections, stride]`, and their length."""
         import torch
 
         from moeq_kernels.blake3 import BLOCK
@@ -199,7 +202,7 @@ class _Reader:
             part.field: self._decoded(words, name) for name, (part, *_) in self._parts.items() if part.field != "codes"
         }
         tall = QuantizedMatrix(self._own, codes=found["scales"], scales=found["scales"], zeros=found.get("zeros"))
-        matrix = ungroup(tall, self._group)  # does not look at codes
+        matrix = ungroup(tall, self._group)  # ungroup never looks at codes
         numbers = {"scales": matrix.scales, "zeros": matrix.zeros, "bias": found.get("bias")}
         shape = len(matrix.scales) // self._own.n, self._projections, -1
         data = {
@@ -234,5 +237,5 @@ class _Reader:
 
 @lru_cache(maxsize=KEPT_READERS)
 def _reader(layout: Layout, spec: MatrixSpec, own: MatrixSpec, group: int | None) -> _Reader:
-    """Plan the reading of a stacked matrix; layers of a model have a layout object each."""
+    """Return the cached reader of a stacked matrix."""
     return _Reader(layout, spec, own, group)

@@ -62,9 +62,9 @@ class Update:
     Attributes:
         digest: digest of the layer after the update; None where the gather kernel wrote it without waiting for the
             device, and `Writer.digest` has to read it.
-        projections: logical digest of every projection that was written, as far as this rank holds it and knows it.
-        rows: rows of the stacked tensors that were written; none if other ranks hold the expert.
-        written_bytes: bytes that were written.
+        projections: logical digests by projection, for the written projections whose digest this rank knows.
+        rows: rows of the stacked tensors that were written; empty if other ranks hold the expert.
+        written_bytes: bytes that were written on this rank.
         losses: stored numbers that the layout changed, for layouts that need `--allow-lossy`.
         loss: what rounding cost, by projection, where the update was float weights; else empty.
     """
@@ -99,7 +99,7 @@ class Writer:
     read the tensors while one is written have to be kept out by the caller.
 
     On a GPU, whole `w13` and `w2` of layouts that are index maps are written by the gather kernel
-    (`moeq.update.device`), in the order of the current stream, after all of an update is checked and compiled. All
+    (`moeq.update.device`) on the current stream, once the whole update is checked and its kernels are compiled. All
     other updates are packed on the CPU and copied.
 
     Args:
@@ -107,7 +107,8 @@ class Writer:
         deployment: the deployment that the tensors serve; None: not checked.
         rule: library by whose arithmetic float weights are quantised; None: ModelOpt's for its own checkpoints, else
             that of compressed-tensors.
-        gather: whether the gather kernel writes what it can; None: on a GPU. On a CPU it runs in Triton's interpreter.
+        gather: whether the gather kernel writes what it can; None: on a GPU only. True on a CPU: in Triton's
+            interpreter.
 
     Raises:
         MoeqError: `usage.update-target` if two layers have one number or share memory, or a layer is that of another
@@ -166,7 +167,7 @@ class Writer:
             projection: `gate`, `up` or `down`; `w13` with a mapping of both `gate` and `up`; `gate_up` for a tensor
                 that the checkpoint stores fused.
             tensors: parts as the source stores them (`qweight` and so on) or float weights `[N, K]`, alone or as
-                `weight` beside `bias`. Without a bias the old one stays. With `rows` or `columns`, only these.
+                `weight` beside `bias`. Without a bias the old one stays. With `rows` or `columns`, that block alone.
             rows: `(start, stop)` of the output features that the tensors hold; None: all.
             columns: `(start, stop)` of the input features, in whole groups; None: all.
             expected: digest that the layer must have before the update; None: not checked.
@@ -216,7 +217,7 @@ class Writer:
             expected: digest that the layer must have before the update; None: not checked.
 
         Returns:
-            All rows and bytes that were written. What rounding cost is not measured.
+            One result for all experts. Its `projections` and `loss` are empty: rounding losses are not measured.
 
         Raises:
             MoeqError: as `update`.
@@ -261,11 +262,11 @@ class Writer:
             self._digests[layer.layer].pop(key, None)
 
     def _gather_of(self, layer: WritableLayer, role: StackedRole) -> Gather | None:
-        """Return what the gather kernel writes of a stacked matrix; None if it is not asked, or cannot."""
+        """Return the gather of a stacked matrix; None if none is wanted, or the gather kernel cannot write it."""
         key = (layer.layer, role)
         if key not in self._gathers:
-            asked = layer.device.type == "cuda" if self._gather is None else self._gather
-            self._gathers[key] = Gather(layer, role) if asked and obstacle(layer, role) is None else None
+            wanted = layer.device.type == "cuda" if self._gather is None else self._gather
+            self._gathers[key] = Gather(layer, role) if wanted and obstacle(layer, role) is None else None
         return self._gathers[key]
 
     def _write(
@@ -282,15 +283,16 @@ class Writer:
                 continue
             found = self._gathered(layer, role, places, tensors) if places and block is None else None
             if found is None:
-                with cpu:  # the only way that keeps a bias which the update leaves out
+                with cpu:  # only this way keeps the old bias if the update has none
                     new = read_update(layer, tensors, block, self._rule_of(layer), cpu)
                     found = self._packed(layer, role, places, new, block) if places else None
             if found is not None:
                 prepared.append(found)
         queued = any(one.digests is None for one in prepared)
         if not queued:
-            self.digest(layer.layer)  # known before a byte changes
-        write_all([pair for one in prepared for pair in one.copies], [one for two in prepared for one in two.writes])
+            self.digest(layer.layer)  # reads all digests before a byte changes
+        copies = [pair for one in prepared for pair in one.copies]
+        write_all(copies, [write for one in prepared for write in one.writes])
         digests: dict[str, str] = {}
         known = self._digests[layer.layer]
         for one in prepared:
@@ -311,7 +313,7 @@ class Writer:
     def _gathered(
         self, layer: WritableLayer, role: StackedRole, places: Sequence[int], given: Mapping[str, Parts]
     ) -> _Prepared | None:
-        """Prepare what the gather kernel writes; None if it cannot write this."""
+        """Prepare an update of whole matrices for the gather kernel; None if that kernel cannot write it."""
         gather = self._gather_of(layer, role)
         if gather is None or not gather.is_whole(given):
             return None
@@ -352,7 +354,10 @@ class Writer:
     def _calibrated(
         self, layer: WritableLayer, role: StackedRole, places: Sequence[int], new: QuantizedMatrix
     ) -> tuple[Layout, list[float] | None]:
-        """Return the layout with what it must know of all experts, which this update must not change."""
+        """Return the calibrated layout and the calibrations of all rows; None where the layout needs none.
+
+        Raises MoeqError `usage.shared-tensor` if the update would change a factor that all experts share.
+        """
         if layer.layout.calibration_scope is None:
             return layer.layout, None
         padded = layer.padding.pad(new)
@@ -365,8 +370,8 @@ class Writer:
             found[place] = value
         before, after = layer.layout.with_calibration(max(known)), layer.layout.with_calibration(max(found))
         shared = ("scale_factor", "global_scale")
-        one, other = before.pack(padded), after.pack(padded)
-        if any(bool((one[name] != other[name]).any()) for name in shared if name in one):
+        old_parts, new_parts = before.pack(padded), after.pack(padded)
+        if any(bool((old_parts[name] != new_parts[name]).any()) for name in shared if name in old_parts):
             raise MoeqError(
                 "usage.shared-tensor",
                 f"layer {layer.layer} {role}: {layer.layout.calibration_scope}, and this update changes the largest "
@@ -382,7 +387,7 @@ class Writer:
         return self.layers[layer]
 
     def _checked(self, layer: int, expert: int, expected: str | None) -> WritableLayer:
-        """Return the layer of an update whose layer, expert and digest are right."""
+        """Return the layer of an update. Raises MoeqError if the layer, the expert or the digest is wrong."""
         found = self._layer(layer)
         if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < found.num_experts:
             last = found.num_experts - 1
@@ -405,13 +410,13 @@ class Writer:
 def _block(
     layer: WritableLayer, projection: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
 ) -> ProjectionBlock | None:
-    """Return the block of a projection that an update writes, checked; None for all of it."""
+    """Check and return the block of a projection that an update writes; None for the whole projection."""
     if rows is None and columns is None:
         return None
     names = PROJECTIONS.get(projection, ())
     if len(names) != 1:
         raise MoeqError(
-            "usage.illegal-slice", f"rows and columns are those of one projection, not {projection!r}", "gate, up, down"
+            "usage.illegal-slice", f"rows and columns need one projection, not {projection!r}", "name gate, up or down"
         )
     spec = wanted_spec(layer, names[0])
     block = ProjectionBlock(Range(*(rows or (0, spec.n))), Range(*(columns or (0, spec.k))))
@@ -433,7 +438,7 @@ def _rounding_losses(
 ) -> dict[Projection, RoundingLoss]:
     """Measure the loss of every projection that was float weights.
 
-    `old` is the stacked matrix before the update, of a rank that holds whole experts; None leaves out `old_scales`.
+    `old` is the stacked matrix before the update, from a rank that holds whole experts; None leaves out `old_scales`.
     """
     before = dict(split_projections(old)) if old is not None else {}
     found = {}
@@ -445,5 +450,6 @@ def _rounding_losses(
 
 
 def _error(matrix: QuantizedMatrix, exact: Tensor) -> float:
+    """Return the norm of a matrix's error, relative to the norm of the exact weights."""
     norm = float(exact.double().norm())
     return float((dequantize(matrix).double() - exact.double()).norm()) / norm if norm else 0.0

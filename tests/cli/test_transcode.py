@@ -74,7 +74,7 @@ def test_activations_that_are_no_longer_quantised_are_told(
         (["--to", "gptq", "--regroup", "48", "--check-only"], "128 / 48 = 2.66667"),
         (["--to", "gptq", "--regroup", "0", "--check-only"], "--regroup"),
         (["--to", "fp8", "--regroup", "32", "--check-only"], "--regroup is for integer codes"),
-        (["--to", "nvfp4", "--check-only"], "stores MXFP4, NVFP4, no packed integers"),
+        (["--to", "nvfp4", "--check-only"], "stores MXFP4, NVFP4, but not packed integers"),
     ],
 )
 def test_what_does_not_fit_is_one_line(

@@ -106,10 +106,10 @@ def test_linear_attention() -> None:
         "rope_theta": 1e6, "mrope_section": [11, 10], "mrope_interleaved": True, "partial_rotary_factor": 0.25,
     }  # fmt: skip
     for wrong in (97, "96", 96.0, None):
-        with pytest.raises(MoeqError, match=r"ssm\.inner_size .* is no 12 value heads"):
+        with pytest.raises(MoeqError, match=r"ssm\.inner_size .* does not divide into 12 value heads"):
             made(name, **{**sizes, f"{name}.ssm.inner_size": wrong})
     for heads in (0, -12):
-        with pytest.raises(MoeqError, match=rf"is no {heads} value heads"):
+        with pytest.raises(MoeqError, match=rf"does not divide into {heads} value heads"):
             made(name, **{**sizes, f"{name}.ssm.time_step_rank": heads})
 
 

@@ -69,7 +69,8 @@ def test_halves_of_heads(where: str, heads: int) -> None:
     ("shape", "heads"), [((8,), 0), ((8,), -2), ((8,), "2"), ((8,), True), ((8,), 3), ((6,), 2), ((), 2), ((0, 4), 2)]
 )
 def test_rows_that_are_no_pairs(shape: tuple[int, ...], heads: object) -> None:
-    with pytest.raises(MoeqError, match=rf"blk: {shape[0] if shape else 0} rows are no pairs of {heads!r} heads") as e:
+    words = rf"blk: {shape[0] if shape else 0} rows do not divide into pairs for {heads!r} heads"
+    with pytest.raises(MoeqError, match=words) as e:
         File(np.zeros(shape, np.float32)).derived("rotary", {"num_attention_heads": heads}, "blk")
     assert e.value.code == "source.inconsistent"
 
@@ -137,10 +138,10 @@ def test_axes_of_length_one(change: Change, shape: tuple[int, ...], expected: tu
 @pytest.mark.parametrize(
     ("shape", "config", "words"),
     [
-        ((12,), {"linear_num_key_heads": 0}, r"are \[6, 2\], which do not fit"),
+        ((12,), {"linear_num_key_heads": 0}, r"are \[6, 2\], which do not fit together"),
         ((12,), {"linear_num_key_heads": True}, "do not fit"),
-        ((12,), {"linear_value_head_dim": 1 << 16}, r"are \[2, 6\], which do not fit"),
-        ((12,), {"linear_num_key_heads": 4}, r"are \[4, 6, 2\], which do not fit"),
+        ((12,), {"linear_value_head_dim": 1 << 16}, r"are \[2, 6\], which do not fit together"),
+        ((12,), {"linear_num_key_heads": 4}, r"are \[4, 6, 2\], which do not fit together"),
         ((11,), {}, r"t: shape \[11\] has no 12 rows of value heads"),
         ((), {}, r"shape \[\] has no 12 rows"),
     ],

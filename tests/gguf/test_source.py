@@ -97,10 +97,10 @@ def test_a_file_of_a_repository_may_lie_in_a_folder(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ([(0, 2), (0, 2)], "m-00002-of-00002.gguf says that it is part 0 of 2, its name 1 of 2"),
+        ([(0, 2), (0, 2)], "m-00002-of-00002.gguf says that it is part 0 of 2, but its name says 1 of 2"),
         ([(0, 3), (1, 3)], "m-00001-of-00002.gguf says that it is part 0 of 3"),
         ([(0, 2), (None, None)], "part None of None"),
-        ([(0, 2)], "m.gguf says that it is part 0 of 2, its name 0 of 1"),
+        ([(0, 2)], "m.gguf says that it is part 0 of 2, but its name says 0 of 1"),
         ([(None, None)], None),
         ([(0, 1)], None),
         ([(0, 0)], None),
@@ -201,7 +201,7 @@ def test_types_are_counted(tmp_path: Path) -> None:
 
 
 def test_two_names_for_one_tensor(tmp_path: Path) -> None:
-    words = r"m\.gguf: blk\.0\.ffn_norm\.weight and .*post_attention_norm.* are both .*post_attention_layernorm\.weight"
+    words = r"m\.gguf: blk\.0\.ffn_norm\.weight and .*post_attention_norm.* both become .*_attention_layernorm\.weight"
     with pytest.raises(MoeqError, match=words) as caught:
         with_tensors(tmp_path, blk__0__post_attention_norm__weight=("f32", (64,)))
     assert caught.value.code == "source.bad-names"

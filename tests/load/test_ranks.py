@@ -64,7 +64,7 @@ def test_experts_that_cannot_be_moved_are_refused(entries) -> None:
     with pytest.raises(MoeqError, match="SGLang with --ep-size 8"):
         plan_replicas(entries["once"], Rank(tp_size=2, ep_size=4), 0)
     text = "layer 0: 4 experts and 3 replicas do not spread evenly over 5 ranks (7 % 5 = 2)"
-    with refuses("usage.eplb", text, "1 replicas do, and every 5 more"):
+    with refuses("usage.eplb", text, "1 replicas spread evenly, and so does each further 5"):
         plan_replicas(entries["once"], Rank(ep_size=5), 3)
     with pytest.raises(MoeqError, match="4 experts and -1 replicas"):
         plan_replicas(entries["once"], Rank(ep_size=3), -1)

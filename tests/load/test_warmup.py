@@ -59,7 +59,7 @@ def test_nothing_is_compiled_where_kernels_are_interpreted_or_no_gpu_is_named(in
     assert refusal(int8) == ("environment.kernels", text, "unset it")
     monkeypatch.setattr("moeq_kernels.interpreter.active", lambda: False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    expected = ("environment.no-gpu", "this torch finds no GPU", "--gpu NAME needs none")
+    expected = ("environment.no-gpu", "this torch finds no GPU", "--gpu NAME needs no GPU here")
     with spelled(for_shell=True):
         assert refusal(int8, gpu=None) == expected
 

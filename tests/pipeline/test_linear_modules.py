@@ -101,7 +101,11 @@ WEIGHT = {"weight": ("F8_E4M3", (8, 8))}
         (shard(False, **WEIGHT), "H100", "x is quantised (weight), and the engine creates it as float numbers"),
         (shard(False, stored=False, **WEIGHT), "H100", None),
         (shard(True, **WEIGHT), "H100", None),
-        (shard(QUARK, **WEIGHT), "A100", "x: Quark's FP8 outside experts needs compute capability 8.9, this is A100"),
+        (
+            shard(QUARK, **WEIGHT),
+            "A100",
+            "x: Quark's FP8 outside experts needs compute capability 8.9, which A100 lacks",
+        ),
         (shard(QUARK, **WEIGHT), "L4", None),
         (shard(QUARK, **WEIGHT), "MI300X", None),
     ],

@@ -148,7 +148,7 @@ def test_nodes_that_see_the_folder_are_accepted(cluster, tmp_path) -> None:
 
     with ray_cluster.connected(cluster.address) as ray, ray_cluster.token_in(tmp_path) as token:
         ray_cluster.check_nodes(ray, ray_cluster.nodes(ray), token, moeq.__version__)
-        with pytest.raises(MoeqError, match=r"has moeq .*, this machine 9\.9\.9") as caught:
+        with pytest.raises(MoeqError, match=r"has moeq .*, this machine has 9\.9\.9") as caught:
             ray_cluster.check_nodes(ray, ray_cluster.nodes(ray), token, "9.9.9")
     assert caught.value.code == "environment.ray-nodes"
     assert list(tmp_path.iterdir()) == [], "the token is gone"

@@ -142,7 +142,7 @@ def test_nodes_that_can_take_a_task() -> None:
         (True, "1", []),
         (False, "1", ["does not see the output folder"]),
         (True, None, ["has no moeq"]),
-        (False, "2", ["does not see the output folder", "has moeq 2, this machine 1"]),
+        (False, "2", ["does not see the output folder", "has moeq 2, this machine has 1"]),
     ],
 )
 def test_what_is_wrong_with_a_node(seen: bool, installed: str | None, expected: list[str]) -> None:

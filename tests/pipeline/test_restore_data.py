@@ -47,7 +47,7 @@ def refused(path: Path, entry: RestoreEntry | None = ENTRY) -> tuple[str, str]:
 
 def test_a_header_with_bytes_after_it(tmp_path: Path) -> None:
     path = written(tmp_path, **{"header/model.safetensors": PARTS["header/model.safetensors"] + b" "})
-    expected = "moeq-restore.data: header of model.safetensors: has other bytes after it"
+    expected = "moeq-restore.data: header of model.safetensors has other bytes after it"
     assert refused(path) == ("source.bad-header", expected)
 
 
@@ -78,10 +78,10 @@ def test_a_file_that_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"text/model.safetensors": b""}, "source.bad-manifest", "a file is there as weights and as something else"),
+        ({"text/model.safetensors": b""}, "source.bad-manifest", "names a file as weights and as something else"),
         ({"text/../x": b""}, "source.unsafe-path", "'../x'"),
         ({"text/moeq.json": b""}, "source.reserved-name", "'moeq.json'"),
-        ({"header/b.safetensors": header(x=1) + b" "}, "source.bad-header", "header of b.safetensors: has other bytes"),
+        ({"header/b.safetensors": header(x=1) + b" "}, "source.bad-header", "header of b.safetensors has other bytes"),
         ({"header/b.safetensors": b"abc"}, "source.bad-header", "header of b.safetensors"),
         ({"header/b.safetensors": (2).to_bytes(8, "little") + b"[]"}, "source.bad-header", "header of b.safetensors"),
     ],

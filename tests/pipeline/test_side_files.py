@@ -60,7 +60,9 @@ def test_code_is_left_out_wherever_it_is_named() -> None:
 def test_a_file_that_is_too_large_is_refused(source: Path) -> None:
     with (source / "notes.dat").open("wb") as file:
         file.truncate((1 << 30) + 1)
-    with pytest.raises(MoeqError, match=r"notes\.dat: 1,073,741,825 bytes, the limit for a file beside the weights is"):
+    with pytest.raises(
+        MoeqError, match=r"notes\.dat has 1,073,741,825 bytes, but the limit for a file beside the weights is"
+    ):
         plan_side_files(LocalSource(source, ""), no_code=False)
 
 

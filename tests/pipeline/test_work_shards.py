@@ -149,7 +149,7 @@ def test_a_file_is_written_by_one_shard_unless_its_parts_are_fetched() -> None:
     assert all(len({unit.source_file for unit in shard}) == 1 for shard in shards), "a shard reads neighbouring files"
 
 
-@pytest.mark.parametrize(("text", "hint"), [("8/8", 'shard="7/8", if yours count from 1'), ("9/8", None)])
+@pytest.mark.parametrize(("text", "hint"), [("8/8", 'shard="7/8", if your shards count from 1'), ("9/8", None)])
 def test_the_number_of_a_shard_that_is_counted_from_1(text: str, hint: str | None) -> None:
     with pytest.raises(MoeqError, match="so the last of 8 is 7/8") as caught:
         parse_shard(text, {})

@@ -128,7 +128,7 @@ CHANGES: dict[str, tuple[Change, list[str]]] = {
         stated("restore"),
         [
             f"{RESTORE} does not belong here: nothing of the source gives it",
-            "moeq.json does not tell what leads back to the source",
+            "moeq.json does not name the restore data",
         ],
     ),
     "digest of a file": (

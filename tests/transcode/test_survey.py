@@ -72,7 +72,7 @@ def test_options_that_do_not_fit_the_target(tmp_path: Path) -> None:
     assert "becomes fp8" in message
     assert message.endswith("whose groups have one size; regroup is for integer codes")
     code, message, hint = refusal(made, "compressed-tensors", names="stacked", sort_act_order=True)
-    assert (code, message) == ("usage.names", 'sort_act_order=True with names="stacked"')
+    assert (code, message) == ("usage.names", 'sort_act_order=True cannot be combined with names="stacked"')
     assert hint == 'names="per-expert"'
 
 

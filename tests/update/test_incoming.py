@@ -70,10 +70,10 @@ ALL = Range(0, 256), Range(0, 128)
         (ALL[0], ALL[1], None),
         (Range(3, 4), ALL[1], None),
         (ALL[0], Range(32, 128), None),
-        (Range(0, 0), ALL[1], "rows 0 .. 0 of 256"),
-        (Range(-1, 4), ALL[1], "rows -1 .. 4 of 256"),
-        (Range(0, 257), ALL[1], "rows 0 .. 257 of 256"),
-        (ALL[0], Range(0, 129), "columns 0 .. 129 of 128"),
+        (Range(0, 0), ALL[1], "rows 0 .. 0 are empty or outside 0 .. 256"),
+        (Range(-1, 4), ALL[1], "rows -1 .. 4 are empty or outside 0 .. 256"),
+        (Range(0, 257), ALL[1], "rows 0 .. 257 are empty or outside 0 .. 256"),
+        (ALL[0], Range(0, 129), "columns 0 .. 129 are empty or outside 0 .. 128"),
         (ALL[0], Range(16, 64), "columns 16 .. 64 cut a scale's block of 32 (16 % 32 = 16, 64 % 32 = 0)"),
         (ALL[0], Range(32, 90), "columns 32 .. 90 cut a scale's block of 32 (32 % 32 = 0, 90 % 32 = 26)"),
     ],
@@ -152,12 +152,12 @@ def test_tensors_that_are_refused(layer: WritableLayer) -> None:
         with refuses("usage.update-tensors", f"layer 4 {name}: {why}", HINT):
             read_update(other, {name: parts}, None, "compressed-tensors", CPU)
 
-    refused("float weights come with no g_idx, scales", weight=FLOATS, scales=FLOATS, g_idx=FLOATS)
-    refused("the weights are [1, 256], [128, 256] are written", weight=FLOATS[:1])
+    refused("float weights must come without g_idx, scales", weight=FLOATS, scales=FLOATS, g_idx=FLOATS)
+    refused("the weights are [1, 256], not [128, 256]", weight=FLOATS[:1])
     refused("bias is [128], the layer has None [128]", weight=FLOATS, bias=FLOATS[:, 0])
     biased = replace(W13, bias_dtype="bf16")
     refused("bias is [127], the layer has bf16 [128]", spec=biased, weight=FLOATS, bias=FLOATS[1:, 0])
-    title = "GPTQ: int32 words along K, scales and zero points per group is written, these tensors are"
+    title = "the layer's form is GPTQ: int32 words along K, scales and zero points per group, these tensors are"
     refused(f"{title} nothing")
     refused(f"{title} a torch.complex64[2], b F32[128, 256]",
             b=FLOATS, a=torch.zeros(2, dtype=torch.complex64))  # fmt: skip
@@ -167,7 +167,7 @@ def test_tensors_that_are_refused(layer: WritableLayer) -> None:
         "qzeros": torch.full((8, 16), 0x77777777, dtype=torch.int32),
     }
     half = {"qweight": parts["qweight"][:, :64], "scales": parts["scales"][:, :64], "qzeros": parts["qzeros"][:, :8]}
-    refused(f"the tensors hold {TEXT.replace('128', '64')}, {TEXT} is written", **half)
+    refused(f"the tensors hold {TEXT.replace('128', '64')}, but the layer holds {TEXT}", **half)
     text = "layer 4 gate: 16 words hold K=256 codes of 2 bits, the config declares 4"
     with refuses("usage.update-tensors", text, "the config does not describe this tensor"):
         read_update(layer, {"gate": parts | {"qweight": parts["qweight"][:16]}}, None, "compressed-tensors", CPU)

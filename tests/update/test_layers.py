@@ -53,13 +53,13 @@ def frozen(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("part", "change", "why"),
     [
-        ("scale", lambda one: one[:1], "w2_scale is torch.float16 [1, 4, 256], torch.float16 [2, 4, 256] is written"),
+        ("scale", lambda one: one[:1], "w2_scale is torch.float16 [1, 4, 256], not torch.float16 [2, 4, 256]"),
         ("scale", lambda one: one.view(torch.int16),
-         "w2_scale is torch.int16 [2, 4, 256], torch.float16 [2, 4, 256] is written"),
+         "w2_scale is torch.int16 [2, 4, 256], not torch.float16 [2, 4, 256]"),
         ("weight", lambda one: one.to(torch.int64),
-         "w2_weight is torch.int64 [2, 8, 512], torch.int32 [2, 8, 512] is written"),
+         "w2_weight is torch.int64 [2, 8, 512], not torch.int32 [2, 8, 512]"),
         ("scale", lambda one: one.to(torch.float8_e4m3fn),
-         "w2_scale is torch.float8_e4m3fn [2, 4, 256], torch.float16 [2, 4, 256] is written"),
+         "w2_scale is torch.float8_e4m3fn [2, 4, 256], not torch.float16 [2, 4, 256]"),
         ("scale", lambda one: one.mT.contiguous().mT,
          "w2_scale has strides (1024, 1, 4), so its bytes are not one block"),
         ("scale", lambda one: one.clone().requires_grad_(),
@@ -105,7 +105,7 @@ def test_tensors_may_be_wider_or_lie_side_by_side(scheme: Scheme) -> None:
     ("layout", "role", "wider", "why"),
     [
         (LAYOUT, "w13", False, None),
-        (LAYOUT, "w2", True, "w2_scale is torch.float32, the layout stores F16"),
+        (LAYOUT, "w2", True, "w2_scale is torch.float32, but the layout stores F16"),
         ("marlin-wna16-int8act/1", "w2", False,
          "group scales are stored relative to the largest one of all local experts"),
         ("marlin-wna16-fp8act/1", "w2", False, "marlin-wna16-fp8act/1 is more than an index map"),
@@ -125,4 +125,6 @@ def test_act_order_and_values_that_may_not_fit_are_left_to_the_cpu(scheme: Schem
     )
     fp8 = (replace(one, element="e4m3", group_size=one.k, scale_dtype="bf16") for one in (W13, W2))
     why = obstacle(made("marlin-fp8/1", scheme, *fp8), "w2") or ""
-    assert why.startswith("values may not fit, which takes a look at them: scales and biases that are no bf16 numbers")
+    assert why.startswith(
+        "values may not fit, so that they have to be looked at: scales and biases that are no bf16 numbers"
+    )

@@ -138,7 +138,14 @@ def test_slices_of_rows_and_columns_are_written_in_place(gptq) -> None:
         ("ct-nvfp4-qwen3moe", "flashinfer-b12x-nvfp4/1", (0, 64), None, "usage.shared-tensor", "weights that stay"),
         ("ct-fp8-block-qwen3moe", "marlin-fp8/1", (0, 64), None, "usage.illegal-slice", "64 % 128 = 64"),
         ("ct-mxfp4-qwen3moe", "marlin-mxfp4/1", None, (32, 48), "usage.illegal-slice", "48 % 32 = 16"),
-        ("ct-mxfp8-qwen3moe", "marlin-mxfp8/1", None, (32, 128), "usage.illegal-slice", "columns 32 .. 128 of 64"),
+        (
+            "ct-mxfp8-qwen3moe",
+            "marlin-mxfp8/1",
+            None,
+            (32, 128),
+            "usage.illegal-slice",
+            "columns 32 .. 128 are empty or outside 0 .. 64",
+        ),
     ],
     ids=str,
 )
@@ -151,7 +158,7 @@ def test_slices_that_share_numbers_with_the_rest_are_refused(
     with pytest.raises(MoeqError) as caught:
         moeq.Writer(layers.values()).update(0, 0, "down", parts, rows=rows, columns=columns)
     assert (caught.value.code, text in caught.value.message) == (code, True), caught.value.message
-    assert caught.value.hint or "of 64" in text
+    assert caught.value.hint or "outside" in text
     assert same_bytes(layers[0], kept[0]) == []
 
 
@@ -313,7 +320,7 @@ def test_unsuitable_tensors_are_refused(gptq) -> None:
 
     scale = good["w2"]["scale"]
     refused("w2", "scale", scale[:, :1].expand_as(scale), "strides")
-    refused("w2", "scale", scale[:-1], r"\[\d+, 4, 256\] is written")
+    refused("w2", "scale", scale[:-1], r"not torch\.\w+ \[\d+, 4, 256\]")
     refused("w2", "scale", scale.view(torch.int16), "int16")
     refused("w2", "scale", scale.clone().requires_grad_(), "gradient")
     refused(

@@ -1,4 +1,4 @@
-"""Packing `w13` or `w2` of a few experts: read, pack for every rank, prove, write. Any thread may do any experts.
+"""Packing `w13` or `w2` of a few experts: read, pack for every rank, prove, write. Any thread may pack any experts.
 
 There are two paths. The fast path (`moeq.pipeline.pack.fast`) turns stored bytes into packed bytes in reused buffers,
 without torch. The reference path handles every format and layout: decode to the logical matrix, pad, pack, unpack,
@@ -106,7 +106,7 @@ class StoredExperts:
 class PackedParts:
     """Memory for the packed parts of consecutive experts, and its places in the output (`writes`).
 
-    A stack is a shard, a part, bytes of one expert, and memory of all experts: in one piece or in one for each.
+    A stack is (shard, part, bytes per expert, memory): one buffer for all experts, or one buffer per expert.
     """
 
     def __init__(self, shards: int, stacks: Sequence[tuple[int, str, int, Sequence[Bytes]]], writes: Writes) -> None:
@@ -122,7 +122,7 @@ class PackedParts:
         return found
 
     def addresses(self, count: int) -> Array:
-        """Return the addresses of all parts of the first experts, int64 `[experts, parts]`."""
+        """Return the addresses of all parts of the first `count` experts, int64 `[experts, parts]`."""
         rows = np.arange(count)
         columns = [
             [one.ctypes.data for one in pieces[:count]] if len(pieces) > 1 else pieces[0].ctypes.data + rows * size
@@ -134,10 +134,10 @@ class PackedParts:
 class Packer(UnitWorker[PackUnit, Range]):
     """Executes one `PackUnit`, a few experts at a time."""
 
-    #: Stored bytes that are read and packed at once, unless one expert has more: small experts share a request's cost.
+    #: Largest batch in stored bytes, unless one expert alone has more: small experts share a request's cost.
     batch_bytes: ClassVar[int] = 2 * 2**20
 
-    #: Whether the unit's record needs hashes of the packed bytes and names of what cannot be rebuilt from them.
+    #: Whether the unit's record needs hashes of the packed bytes and the names of tensors that cannot be rebuilt.
     _records = True
 
     def __init__(
@@ -198,7 +198,7 @@ class Packer(UnitWorker[PackUnit, Range]):
 
     @cached_property
     def _reads(self) -> dict[int, Reads]:
-        """How every item is read, by its first expert."""
+        """Plan of reading each item, by its first expert."""
         assert self._fast_path is not None  # otherwise nothing is read here
         keys = self._fast_path.reads
         places = [self._places(keys, range(item.start, item.stop)) for item in self.items]
@@ -237,7 +237,8 @@ class Packer(UnitWorker[PackUnit, Range]):
     def _outputs(self, item: Range, buffers: Buffers, slot: int) -> PackedParts:
         """Return memory for the packed parts of every expert.
 
-        Experts of a part lie together as in the file and are written at once, unless words would not be aligned.
+        The experts of a part share one buffer, as in the file, and are written at once. Where an expert's size is no
+        multiple of a word, each has a buffer of its own, so that all are aligned.
         """
         row, sizes, places = item.start - self._unit.experts.start, list[int](), list[int]()
         for start, size in (stack for slots in self._slots for stack in slots.values()):
@@ -287,14 +288,14 @@ class Packer(UnitWorker[PackUnit, Range]):
     def _proven(
         self, fast_path: FastPath, expert: int, read: list[Fields], outputs: Outputs, scratch: Bytes
     ) -> Digests:
-        """Return the digests of what was packed. Raises MoeqError `bug.round-trip` if it is not the source's."""
+        """Return a packed expert's digests. Raises MoeqError `bug.round-trip` if it holds other values."""
         digests = fast_path.prove(read, outputs, scratch)
         if digests is None:
             raise self._round_trip(expert)
         return digests
 
     def _places(self, keys: Sequence[tuple[StoredName, str]], experts: range) -> list[Place]:
-        """Return the places of these parts of experts, one expert after the other."""
+        """Return the places of these parts in the source, expert by expert."""
         entries = [(self._entry(key, expert), key[1], expert) for expert in experts for key in keys]
         if not self._fused:
             return [(entry.file, entry.start, entry.end) for entry, _, _ in entries]
@@ -305,7 +306,7 @@ class Packer(UnitWorker[PackUnit, Range]):
         return parts.get(expert) or parts[FUSED]
 
     def _calibrated_path(self) -> FastPath | None:
-        """Return the fast path, calibrated over all experts of its rank if needed; None if one of them is unusual."""
+        """Return the fast path, calibrated over its rank's experts if needed; None if a scale is no finite number."""
         path = self._fast_path
         if path is None or not path.calibration_reads:
             return path
@@ -330,7 +331,7 @@ class Packer(UnitWorker[PackUnit, Range]):
     # The reference path.
 
     def _on_reference_path(self, expert: int, outputs: Outputs | None = None) -> ExpertResult:
-        """Pack and prove an expert; write it, or put it into memory that is written later."""
+        """Pack and prove an expert; write it, or put it into `outputs`, which are written later."""
         from moeq.digest import logical_digest
         from moeq.pipeline.state.restore_data import unrestorable
 
@@ -353,7 +354,7 @@ class Packer(UnitWorker[PackUnit, Range]):
         return ExpertResult(written, digests, frozenset(kept), losses, tuple(hashes))
 
     def _matrix(self, expert: int) -> QuantizedMatrix:
-        """Decode the logical matrix, which must be what headers and config promised."""
+        """Decode the logical matrix. Raises MoeqError `source.inconsistent` if headers or config promised another."""
         unit = self._unit
         matrix = self._checkpoint.matrix(unit.layer, expert, unit.role)
         planned = self._layer.entry.source_spec(unit.role)
@@ -395,7 +396,7 @@ class Packer(UnitWorker[PackUnit, Range]):
         target: Mapping[str, Bytes] | None,
         hashes: list[bytes],
     ) -> QuantizedMatrix:
-        """Pack one matrix of a shard, put it into its target or slot of the stack, and unpack what was written."""
+        """Pack one matrix of a shard, put it into `target` or its slot of the stack, and return it unpacked again."""
         row, shapes = expert - self._unit.experts.start, self._shards[index].parts[self._unit.role]
         written: dict[str, Tensor] = {}
         try:

@@ -1,7 +1,7 @@
 """Reading source files into reused, aligned buffers: touching fresh pages costs several times more than packing.
 
-What the page cache holds is read from there, everything else by direct I/O: filling the cache costs more than packing
-too, and nothing is read twice. Memory has to lie as blocks of the disk do for that. No torch.
+Bytes that the page cache holds are read from there, all others by direct I/O: filling the cache costs more than packing
+as well, and nothing is read twice. Direct I/O needs memory that is aligned like the blocks of the disk. No torch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from moeq.pipeline.state.records import Bytes
 #: Alignment of views, in memory or relative to their places in a file, as direct I/O requires.
 ALIGNMENT = BLOCK
 
-#: Bytes of the words that loops want aligned in memory.
+#: Size of a word in bytes: loops want words aligned in memory.
 WORD = 8
 
-#: Input buffers for each reader of a worker, and output buffers for each writer: one is on its way from or to the disk
-#: while the worker uses the other.
+#: Count of input buffers per reader of a worker, and of output buffers per writer: the disk fills or empties one while
+#: the worker uses the other.
 INPUT_BUFFERS = OUTPUT_BUFFERS = 2
 
 #: Buffers with the places of the output file that they are to be written to.
@@ -46,9 +46,9 @@ def aligned_memory(size: int) -> Bytes:
 
 
 class Buffers:
-    """One worker's buffers, by name. They grow to the largest size asked for and stay.
+    """One worker's buffers, by name. They grow to the largest size that was taken, and are kept.
 
-    `output_memory` allocates output buffers, as `aligned_memory`.
+    `output_memory` allocates output buffers, as `aligned_memory` does.
     """
 
     def __init__(self, output_memory: Callable[[int], Bytes] = aligned_memory) -> None:
@@ -83,10 +83,10 @@ def _round_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-#: Shorter reads go through the page cache.
+#: Least bytes of a direct read; shorter reads go through the page cache.
 _DIRECT_LEAST = 64 * 1024
 
-#: Cached fractions of what will be read that count as nothing and as everything: pages at both ends are shared.
+#: Cached fractions that count as nothing and as everything, since pages at both ends are shared with other spans.
 _NOTHING, _EVERYTHING = 0.02, 0.98
 
 #: `cachestat(2)` of Linux 6.5; new system calls have one number on all architectures.
@@ -95,7 +95,7 @@ _CACHESTAT = 451
 
 Array = np.ndarray[Any, Any]
 
-#: Name of a file, first byte, byte after the last.
+#: (name of a file, first byte, byte after the last).
 Place = tuple[str, int, int]
 
 
@@ -103,13 +103,13 @@ class InputFile:
     """An open source file, to be read from any thread.
 
     Args:
-        fd: its descriptor (`Source.open`), closed with this.
+        fd: descriptor of the file (`Source.open`); `close` closes it.
         spans: spans that will be read.
         reread: read everything twice and compare.
-        direct: read past the page cache what it does not hold.
+        direct: bypass the page cache for bytes that it does not hold.
 
     Attributes:
-        cached: whether the page cache holds them; None if it holds some of them, or the kernel cannot tell.
+        cached: whether the page cache holds all spans; None if it holds some of them, or the kernel cannot tell.
     """
 
     def __init__(self, fd: int, name: str, spans: Sequence[Span], *, reread: bool = False, direct: bool = True) -> None:
@@ -158,7 +158,7 @@ class InputFile:
         return found
 
     def _read_direct(self, memory: Bytes, start: int, stop: int) -> bool:
-        """Fill memory from a block on, past the page cache. Return False if it would not help or does not work."""
+        """Fill memory from the block at `start` on by direct I/O; return False if that would not help or fails."""
         if self._direct < 0 or stop - start < _DIRECT_LEAST or self.cached:
             return False
         if self.cached is None:
@@ -175,10 +175,10 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Reads:
-    """How the places of one item are read: neighbours at once, each to a multiple of `WORD` in memory."""
+    """Plan of reading the places of one item: neighbours in one read, each place to a multiple of `WORD` in memory."""
 
     runs: Sequence[tuple[str, int, int, int, int]]  #: file, first byte, byte after the last; start and stop in memory
-    offsets: Array  #: where each place begins in memory, int64
+    offsets: Array  #: offset of each place in memory, in bytes, int64
     sizes: Array  #: bytes of each place, int64
 
     def read(self, inputs: Mapping[str, InputFile], buffers: Buffers, slot: int) -> Bytes:
@@ -190,7 +190,7 @@ class Reads:
 
 
 def plan_reads(places: Sequence[Place], items: Sequence[int]) -> list[Reads]:
-    """Plan how places are read: one item after the other, each of which has as many places as `items` says."""
+    """Plan the reads of every item. `places` are those of one item after the other, `items` the counts of each."""
     names = list(dict.fromkeys(file for file, _, _ in places))
     numbers = {name: number for number, name in enumerate(names)}
     rows = np.array([(numbers[file], start, stop) for file, start, stop in places], np.int64)
@@ -204,7 +204,7 @@ def plan_reads(places: Sequence[Place], items: Sequence[int]) -> list[Reads]:
     first, last = start[heads], stop[np.append(heads[1:], len(order)) - 1]
     sizes = -(-last // BLOCK) * BLOCK - first // BLOCK * BLOCK  # as `blocks_of`
     ends = np.cumsum(sizes)
-    before = (ends - sizes)[np.searchsorted(owner[heads], owner[heads])]  # what earlier items have
+    before = (ends - sizes)[np.searchsorted(owner[heads], owner[heads])]  # memory of all earlier items
     memory = np.array([ends - sizes - before, ends - before])
     offsets = np.empty(len(order), np.int64)
     offsets[order] = (memory[0] + np.where(first % WORD, 0, first % BLOCK) - first)[run] + start
@@ -231,7 +231,7 @@ def read_places(inputs: Mapping[str, InputFile], places: Sequence[Place], buffer
 
 
 def blocks_of(start: int, stop: int) -> int:
-    """Return bytes of all blocks of a file that these bytes touch."""
+    """Return the size in bytes of all blocks of a file that the bytes `start .. stop` touch."""
     return -(-stop // BLOCK) * BLOCK - start // BLOCK * BLOCK
 
 

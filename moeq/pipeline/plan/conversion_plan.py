@@ -1,7 +1,7 @@
-"""What a conversion will write, known from headers alone: files, tensors, units of work, sizes.
+"""Plan of what a conversion will write, made from headers alone: files, tensors, units of work, sizes.
 
 The plan is deterministic: the same source, layout, deployment and version give the same plan and so the same bytes.
-Its digest names the job and is how an interrupted conversion recognises its own work.
+Its digest names the job, by which an interrupted conversion recognises its own work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moeq.shown import Shown
 #: Name to shape and dtype, in file order.
 TensorForms = dict[str, tuple[tuple[int, ...], str]]
 
-#: Size of the files into which copied tensors are gathered.
+#: Largest file of copied tensors, in bytes, unless a single tensor is larger.
 REST_FILE_BYTES = 4 * 2**30
 
 #: Version in the digest; it changes whenever the same inputs would give other units or other bytes.
@@ -58,7 +58,7 @@ class Plan(Shown):
     """A whole conversion."""
 
     files: tuple[FilePlan, ...]  #: output files in order
-    units: tuple[Unit, ...]  #: units of work in order; together they write every byte of every file but the headers
+    units: tuple[Unit, ...]  #: units of work in order; together they write all bytes of all files except the headers
     copied: tuple[CopiedLayer, ...]  #: layers whose experts are copied unchanged
     expert_bytes_in: int  #: bytes of the expert tensors that are converted
     digest: str  #: sha256 over everything that decides the output bytes
@@ -113,7 +113,7 @@ class Plan(Shown):
         return unit.pieces(file.form, file.layer)
 
     def layer_of(self, unit: PackUnit) -> LayerPlan:
-        """Return the layer whose stack a unit is."""
+        """Return the layer whose stack a unit writes."""
         layer = self._files[unit.file].layer
         assert layer is not None  # only copies are written to files of no layer
         return layer
@@ -167,7 +167,7 @@ def _units(checkpoint: Checkpoint, files: Iterable[FilePlan]) -> Iterator[CopyUn
 
 
 def in_source_order(source: Source, entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Sort tensors by their places in the source: what lies together there is then copied in one run.
+    """Sort tensors by their places in the source, so that neighbours there are copied in one run.
 
     Tensors in files that a source makes (`moeq.gguf.derived`) come last.
     """
@@ -176,7 +176,7 @@ def in_source_order(source: Source, entries: Iterable[TensorEntry]) -> list[Tens
 
 
 def bounded_files(groups: Iterable[TensorForms]) -> Iterator[TensorForms]:
-    """Yield the tensors of files of about `REST_FILE_BYTES`; the tensors of a group stay together."""
+    """Yield the tensors of each file of at most `REST_FILE_BYTES`; the tensors of a group stay together."""
     file: TensorForms = {}
     size = 0
     for tensors in groups:

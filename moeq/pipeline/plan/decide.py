@@ -1,8 +1,8 @@
 """The join of oracle, layouts and checkpoint: whether it can be converted for a deployment, to what, and what loads it.
 
 Every command asks here, so that one keeps what another promises. `decide` gives the verdict alone, `answer` everything.
-An answer is found by planning: every layer is planned from its headers, for every layout that comes into question, by
-the code that plans the conversion.
+An answer is found by planning: the code that plans a conversion plans every layer from its headers, once for each
+candidate layout.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether `convert` does it."""
+        """Whether `convert` converts the checkpoint."""
         return self.error is None
 
     @property
@@ -102,7 +102,7 @@ class Answer:
 
     @property
     def loaders(self) -> tuple[Loader, ...]:
-        """Loaders that take all of the result."""
+        """Loaders that take every layer of the result."""
         return common([choice.loaders for choice in self.choices.values()])
 
     @property
@@ -111,7 +111,7 @@ class Answer:
         return tuple(dict.fromkeys(text for choice in self.choices.values() for text in choice.overridden))
 
     def refused(self, error: MoeqError) -> Answer:
-        """Return the answer with nothing converted, for an error that headers do not show or layers that do not fit."""
+        """Return this answer as a refusal with that error: no layer is converted."""
         parts = (
             replace(part, choice=None, verdict=replace(part.verdict, convert=None, no_convert=error.message))
             if part.choice
@@ -125,7 +125,7 @@ def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
     """Decide which backend runs this checkpoint's experts on that deployment, what `convert` writes, and why.
 
     Raises MoeqError `usage.already-converted` for a converted checkpoint; `source.no-top-k` if the config does not say
-    how many experts a token uses; for a backend asked for by name that does not fit, why not and what does.
+    how many experts a token uses; a refusal that says what fits, if the backend named in the deployment does not.
     """
     checkpoint.require_source()
     found = advised(checkpoint, Question(deployment), explain=True)
@@ -140,7 +140,7 @@ def advised(checkpoint: Checkpoint, question: Question, *, explain: bool = False
     A change with which the first expert would lose numbers does not count. The static activation scales of a local
     source are read.
     """
-    if isinstance(checkpoint.source, LocalSource):  # tens of thousands of requests otherwise
+    if isinstance(checkpoint.source, LocalSource):  # a remote source would need tens of thousands of requests
         checkpoint.read_activation_scales()
     found = answer(checkpoint, question, explain=explain, brief=brief)
     error = found.error
@@ -184,6 +184,7 @@ def answer(
     Args:
         explain: also try what would make each backend work (see `moeq.oracle.judge.judge`).
         brief: only yes or no matters: skip backends that the engine would not choose.
+        loaders: also find which loaders take the result.
 
     Raises MoeqError `usage.unknown-layout`, `usage.unknown-engine`, `source.no-top-k`.
     """
@@ -220,7 +221,7 @@ def answer(
 
 
 def _part(layers: list[int], verdict: Verdict, found: LayoutChoice | MoeqError) -> LayerGroup:
-    """Combine what was found with the verdict, whose `convert` says what is really written."""
+    """Return a group of layers with its choice or error, and a verdict whose `convert` is what is really written."""
     if isinstance(found, MoeqError):
         return LayerGroup(tuple(layers), replace(verdict, convert=None, no_convert=found.message), None, found)
     assert found.sizes is not None  # it was planned
@@ -248,9 +249,9 @@ def convertible_problem(checkpoint: Checkpoint) -> MoeqError | None:
 
 
 def group_alike_layers(checkpoint: Checkpoint, deployment: Deployment) -> dict[object, list[int]]:
-    """Group layers by what they have in common: one answer is good for all of them.
+    """Return lists of layer numbers, by what the layers have in common: one answer is good for a whole group.
 
-    They are encoded alike, in tensors of the same names, and the engine's config gives them the same method.
+    Layers of a group are encoded alike, in tensors of the same names, and the engine's config gives them one method.
     """
     found: dict[object, list[int]] = {}
     for layer in checkpoint.info.moe_layers:
@@ -309,7 +310,7 @@ def _choice(
             choice = replace(choice, loaders=found_loaders)
         fitting.append(choice)
         if _preference(choice, question.deployment) == 0:
-            break  # no later one is preferred to it
+            break  # no later layout can be better
     best = min(fitting, key=lambda choice: _preference(choice, question.deployment))  # the first of equals
     if not layout_class(best.layout).is_read() and not question.options.force_layout:
         return MoeqError(
@@ -338,14 +339,14 @@ def _given_up(passed: list[LayoutChoice]) -> str:
 
 
 def _preference(choice: LayoutChoice, deployment: Deployment) -> int:
-    """Return 0 if the engine that was named loads it, 1 if something else does, 2 if nothing does."""
+    """Return 0 if the named engine loads the layout, 1 if another loader does, 2 if none does: less is better."""
     wanted = "load_experts" if deployment.engine == OWN_ENGINE else deployment.engine.partition("@")[0]
     names = {loader.name for loader in choice.loaders}
     return 0 if wanted in names else 1 if names else 2
 
 
 def _regrouped(scheme: Scheme, group: int | None) -> Scheme | None:
-    """Return the scheme with the groups that are written; None if it is written as it is."""
+    """Return the scheme with groups of size `group`; None if groups keep the size that they have."""
     if group is None or group == scheme.group_size:
         return None
     shape = (scheme.weight.scale.group_shape[0], group)
@@ -353,7 +354,7 @@ def _regrouped(scheme: Scheme, group: int | None) -> Scheme | None:
 
 
 def _sizes(plan: LayerPlan, ranks: Ranks) -> Sizes:
-    """Return sizes of one rank's experts as they are written, or sliced from what is written."""
+    """Return the sizes of one rank's experts, whether they are packed for that rank or sliced from one packing."""
     shard = max(plan.shards, key=lambda one: one.shard.intermediate.size)
     sharing = 1 if plan.entry.ranks else ranks.tp
     plain, padded = shard.padding.original_w2, shard.padding.w2
@@ -362,13 +363,13 @@ def _sizes(plan: LayerPlan, ranks: Ranks) -> Sizes:
 
 
 def _rank_bytes(plan: LayerPlan, ranks: Ranks) -> int:
-    """Return bytes of a layer's experts on the fullest rank: what is written for it, or its part of what serves all."""
+    """Return bytes of a layer's experts on the fullest rank: its own packing, or its slice of the one packing."""
     sizes = [sum(tensor_bytes(*row) for row in shard.tensors().values()) for shard in plan.shards]
     return max(sizes) if plan.entry.ranks else sizes[0] // (ranks.ep if ranks.ep > 1 else ranks.tp)
 
 
 def rank_backends(checkpoint: Checkpoint, answer: Answer, part: LayerGroup) -> Ranking:
-    """Rank the backends that layers which are encoded alike can run in, by measured times."""
+    """Rank the backends that can run a group of layers, by measured times."""
     deployment, layer = answer.question.deployment, part.layers[0]
     own_layout = None
     if deployment.engine == OWN_ENGINE or any(loader.name in ("vllm", "sglang") for loader in answer.loaders):
@@ -377,7 +378,7 @@ def rank_backends(checkpoint: Checkpoint, answer: Answer, part: LayerGroup) -> R
     return rank(part.verdict, checkpoint.scheme_of(layer), own_layout)
 
 
-#: Degrees that engines are run with.
+#: Tensor-parallel degrees that engines usually run with.
 DEGREES = (1, 2, 4, 8, 16)
 
 
@@ -387,7 +388,7 @@ class Degree:
 
     tp: int  #: ranks
     intermediate: int | None  #: intermediate features of the fullest rank, or None if they cannot be divided
-    fits: bool  #: whether `convert` writes for that many ranks (without a deployment: whether the sizes divide)
+    fits: bool  #: whether `convert` can write for that many ranks; without a deployment: whether sizes can be divided
     layout: str | None = None  #: layout that it writes, if a deployment was named
     why: str | None = None  #: why it does not fit, or None
 
@@ -395,7 +396,7 @@ class Degree:
 def degrees(
     checkpoint: Checkpoint, deployment: Deployment | None, tps: tuple[int, ...] = DEGREES
 ) -> tuple[Degree, ...]:
-    """Judge every degree; without a deployment by the sizes of experts and attention heads alone."""
+    """Judge tensor-parallel degrees; without a deployment by the sizes of experts and attention heads alone."""
     return tuple(_degree(checkpoint, deployment, tp) for tp in tps)
 
 
@@ -410,7 +411,7 @@ def _degree(checkpoint: Checkpoint, deployment: Deployment | None, tp: int) -> D
     else:
         size = max(part.size for part in parts)
     if deployment is None:
-        # Only the number of ranks matters here.
+        # The GPU does not matter here, only the number of ranks.
         why = why or heads_problem(checkpoint, Deployment(parse_gpu("H100"), tp=tp))
         return Degree(tp, size, why is None, None, why)
     found = answer(checkpoint, Question(replace(deployment, tp=tp, ep=1, dp=1)), brief=True, loaders=False)

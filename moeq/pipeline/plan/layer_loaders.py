@@ -1,4 +1,4 @@
-"""Which loaders can load a planned layer: gathers the facts that they check."""
+"""Which loaders can load a planned layer: gather the facts that loaders check."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from moeq.pipeline.plan.options import Question
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import ACTIVATION_SCALES
 
-#: Verdict on one layer of a version of vLLM that is started with a backend.
+#: Function from a version of vLLM and the backend that it is started with to the verdict on one layer.
 EngineVerdicts = Callable[[str, str], Verdict]
 
 
 def engine_verdicts(
     checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, known: Verdict
 ) -> EngineVerdicts:
-    """Return a function that judges one layer, each version and backend once: all layouts of an answer ask the same.
+    """Return a function that judges one layer for an engine and a backend, and caches its verdicts for all layouts.
 
-    `known` is the verdict on the deployment as it is.
+    `known` is the verdict for the deployment's own engine and backend.
     """
     verdicts = {(known.engine, deployment.backend): known}
 
@@ -57,7 +57,7 @@ def engine_verdicts(
 def loaders_of_plan(
     checkpoint: Checkpoint, question: Question, plan: LayerPlan, scheme: Scheme | None, verdicts: EngineVerdicts
 ) -> Iterator[Loader]:
-    """Return the loaders that take a planned layer."""
+    """Yield the loaders that take a planned layer."""
     layer, layout, deployment = plan.entry.layer, plan.entry.layout, question.deployment
     model_type = str(checkpoint.source.config.get("model_type", ""))
     shape = moe_shape(checkpoint, checkpoint.info.moe_layers[0])
@@ -90,9 +90,9 @@ def loaders_of_plan(
 
 
 def _scales(checkpoint: Checkpoint, layer: int, scheme: Scheme, layout: str) -> bool:
-    """Return whether every expert has the scale of its activations that the plug-in hands to the engine's kernel.
+    """Return whether every expert has the activation scale that the plug-in hands to the engine's kernel.
 
-    Weight-only kernels need none.
+    Weight-only kernels need no such scale.
     """
     activation = scheme.activation
     static = scheme.format == "fp8" and activation is not None and not activation.scale.dynamic
@@ -114,8 +114,8 @@ def _heads(checkpoint: Checkpoint, deployment: Deployment) -> bool:
 def _sglang(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> bool:
     """Return whether SGLang's class of the model takes its experts as the plug-in expects, on these ranks.
 
-    Its ranks of expert parallelism are those of tensor parallelism (`moe_tp_size` is `tp_size / ep_size`), and its
-    classes know the tensors that are no experts by the family's own names.
+    SGLang uses the ranks of tensor parallelism for expert parallelism too (`moe_tp_size` is `tp_size / ep_size`), and
+    its classes know the tensors outside experts by the family's own names.
     """
     info, ranks = checkpoint.info, max(deployment.tp, deployment.ep)
     family = find_family(info.model_type)
@@ -139,15 +139,15 @@ def _own_kernel(checkpoint: Checkpoint, deployment: Deployment, layer: int, sche
     return found is not None and found.supported
 
 
-#: Backends whose layout keeps sizes that some of the engine's methods round up (MXFP4 to multiples of 64). Their ranks
-#: cut one file: none of these layouts is written rank by rank where the engine takes the ranks.
+#: Backends whose layouts are not padded although some of the engine's methods round sizes up (MXFP4 to multiples of
+#: 64). Their ranks cut one file: where the engine accepts the ranks, these layouts are never written rank by rank.
 _PADDED_BY_ENGINE = ("XPU",)
 
 
 def _vllm_versions(question: Question, plan: LayerPlan, verdicts: EngineVerdicts) -> Iterator[str]:
-    """Yield versions of vLLM with a backend that runs on this deployment and reads the layout there.
+    """Yield the versions of vLLM in which a backend runs on this deployment and reads the layout.
 
-    A version without rules of its own counts if the versions before and after it do, of those that read the layout.
+    A version without a policy of its own is yielded if its neighbours are, among the versions that read the layout.
     """
     layout = plan.entry.layout
     padded = plan.shards[0].padding.w2.k // question.ranks.tp

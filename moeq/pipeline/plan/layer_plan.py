@@ -1,4 +1,4 @@
-"""How one layer's experts will be written, known from headers alone: shards, padding, tensors."""
+"""Plan of how one layer's experts will be written, made from headers alone: shards, padding, tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ShardPlan:
     """Packing plan of one rank, or of all ranks at once."""
 
     shard: Shard  #: experts and intermediate features
-    padding: PaddingPlan  #: how sizes are rounded up
-    matrices: Mapping[StackedRole, MatrixEntry]  #: what the manifest will say
+    padding: PaddingPlan  #: sizes before and after rounding up
+    matrices: Mapping[StackedRole, MatrixEntry]  #: entries of the manifest
     #: Per stacked matrix, shape and dtype of each part of *one* expert.
     parts: Mapping[StackedRole, Mapping[str, TensorSpec]]
 
@@ -41,7 +41,7 @@ class ShardPlan:
         return logical_bytes(after) - logical_bytes(before)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """List the stacked tensors by name, large ones first: they then lie on whole blocks of the file."""
+        """Return the stacked tensors by name, the largest first, so that these begin at whole blocks of the file."""
         found = {
             self.matrices[role].tensors[part]: ((self.shard.experts.size, *spec.shape), spec.dtype)
             for role in STACKED_ROLES
@@ -54,16 +54,16 @@ class ShardPlan:
 class LayerPlan:
     """The experts of one layer as they will be written."""
 
-    entry: LayerEntry  #: what the manifest will say (digests still empty)
-    shards: tuple[ShardPlan, ...]  #: one plan per rank, or a single one that holds everything
-    allow_lossy: bool = False  #: lossy packing was asked for
+    entry: LayerEntry  #: entry of the manifest, still without digests
+    shards: tuple[ShardPlan, ...]  #: one plan per rank, or a single plan that holds everything
+    allow_lossy: bool = False  #: whether packing may change values
 
     @property
     def layout(self) -> Layout:
         return get_layout(self.entry.layout, allow_lossy=self.allow_lossy)
 
     def regrouped(self, matrix: QuantizedMatrix, role: StackedRole) -> QuantizedMatrix:
-        """Return one expert's matrix with the groups that are written."""
+        """Return one expert's matrix with the group size that is written."""
         if self.entry.source_group is None:
             return matrix
         return regroup(matrix, self.entry.matrices[role].spec.group_size)
@@ -132,7 +132,7 @@ def _written_specs(checkpoint: Checkpoint, layer: int, options: ConvertOptions) 
 
 
 def _plan_ranks(entry: LayerEntry, layout: Layout, division: Division) -> tuple[ShardPlan, ...]:
-    """Plan every rank, all padded to the size of the fullest."""
+    """Plan every rank, with all ranks padded to the sizes of the fullest rank."""
     fullest = max(division.shards, key=lambda shard: shard.intermediate.size)
     sizes = _plan_shard(entry, layout, fullest, f".rank{fullest.rank}").padding
     return tuple(_plan_shard(entry, layout, shard, f".rank{shard.rank}", sizes) for shard in division.shards)
@@ -141,7 +141,7 @@ def _plan_ranks(entry: LayerEntry, layout: Layout, division: Division) -> tuple[
 def _plan_shard(
     entry: LayerEntry, layout: Layout, shard: Shard, suffix: str = "", sizes: PaddingPlan | None = None
 ) -> ShardPlan:
-    """Pack one shard: padded sizes, the checks on them, and names. `sizes`: pad to those of another shard."""
+    """Plan one shard: padded sizes, checks on them, and names. `sizes`: pad to the sizes of another shard."""
     whole = {role: entry.matrices[role].spec for role in STACKED_ROLES}
     own = {role: shard_spec(whole[role], shard.intermediate) for role in STACKED_ROLES}
     padding = plan_padding(layout, own["w13"], own["w2"])
@@ -176,10 +176,10 @@ def _plan_shard(
 
 
 def _padded_group(whole: MatrixSpec, shard: MatrixSpec, padded: MatrixSpec) -> int | None:
-    """Return the group size of a shard of one group that is padded to several; None if padding keeps the groups.
+    """Return the group size of a shard of one group that is padded to several groups; None in all other cases.
 
-    A single group is otherwise one scale per channel, whatever the size. If the format has groups of a fixed size, or
-    the whole matrix has several, engines pad with groups of zeros.
+    A single group usually means one scale per channel, whatever the size. If the format has groups of a fixed size, or
+    the whole matrix has several groups, engines pad with groups of zeros.
     """
     grouped = whole.num_groups > 1 or whole.element == "e2m1"
     if not grouped or shard.act_order or shard.num_groups > 1 or padded.k == shard.k or padded.k % shard.k:
@@ -188,7 +188,10 @@ def _padded_group(whole: MatrixSpec, shard: MatrixSpec, padded: MatrixSpec) -> i
 
 
 def _uniform_spec(checkpoint: Checkpoint, layer: int, role: StackedRole) -> MatrixSpec:
-    """Return the spec that all experts of a layer share; a stack cannot hold two."""
+    """Return the spec that all experts of a layer share, since a stack holds only one.
+
+    Raises MoeqError `usage.mixed-experts`.
+    """
     groups = checkpoint.experts(layer).kinds()
     first = groups[0].kind.spec(role)
     for group in groups[1:]:

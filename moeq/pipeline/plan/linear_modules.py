@@ -1,4 +1,4 @@
-"""Gate G14: linear modules that are no experts, as the file holds them and as the engine's config means them."""
+"""Gate G14: whether linear modules outside experts are stored as the engine, reading the config, expects them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from moeq.oracle.engines.vllm.policy import EnginePolicy, load_policy
 from moeq.oracle.records import Gate, MoeShape, Verdict
 from moeq.oracle.versions import choose_engine
 
-#: Classes of engines that build one layer and one router for each set of experts, and give the routers the config's
-#: method (vLLM 0.26.0 to 0.33.0, `ernie45_vl_moe`).
+#: Engines' model classes with two sets of experts (text and vision) that build a layer and a router for each set and
+#: give the routers the config's method (vLLM 0.26.0 to 0.33.0, `ernie45_vl_moe`).
 CLASSES_OF_SETS = ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VLMoeModel")
 _ROUTER_OF_SETS = "text_experts_gate"
 #: Gate of shared experts, which Qwen's classes make without the config.
@@ -44,6 +44,7 @@ _HEAD_DIM = (
     *("MiniMaxM2", "Mixtral", "PhiMoE", "Qwen3Moe", "Qwen3VLMoe", "SolarOpen"),
 )
 _DIVIDED = ("GraniteMoeFor", "GraniteMoeShared", "Olmoe", "Qwen2Moe")
+#: Remedies: what the checkpoint needs.
 _LISTED = "the module in the config's list of modules that are not quantised"
 _NEWER = "a GPU of compute capability 8.9 or higher"
 #: Method and platform of Quark's FP8, which only experts run on older devices (vLLM 0.33.0, `_check_scheme_supported`).
@@ -53,14 +54,14 @@ _MEANING = "a config that says how the module is stored"
 #: Fault of a module, and its remedy.
 _Problem = tuple[str, str]
 
-#: Faults of a checkpoint, by all that they depend on, because a verdict is asked for many devices.
+#: Cached faults of each checkpoint by the facts that they depend on: verdicts are asked for many devices.
 _FOUND: WeakKeyDictionary[Checkpoint, dict[tuple[object, ...], _Problem | None]] = WeakKeyDictionary()
 
 
 def linear_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: MoeShape) -> Gate | None:
-    """Return the failed gate if a linear module is stored otherwise than the engine creates it.
+    """Return the failed gate if a linear module is stored in another form than the engine creates.
 
-    All layers of the model are looked at with its first MoE layer, and with others none.
+    The first MoE layer's gate judges the linear modules of all layers; other layers get no such gate.
     """
     if layer != checkpoint.info.moe_layers[0] or not verdict.engine.startswith("vllm"):
         return None
@@ -73,7 +74,7 @@ def linear_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: Moe
 def linear_problem(checkpoint: Checkpoint, engine: str, where: Deployment, shape: MoeShape) -> _Problem | None:
     """Return what is wrong with a linear module that is no expert, and the remedy; None if vLLM loads all of them.
 
-    Converting experts changes nothing about it. `shape` is that of the first MoE layer.
+    A conversion of experts cannot remove this fault. `shape` is that of the first MoE layer.
     """
     if checkpoint.is_packed(checkpoint.info.moe_layers[0]):
         return None
@@ -86,14 +87,14 @@ def linear_problem(checkpoint: Checkpoint, engine: str, where: Deployment, shape
 
 
 def unfit_modules(checkpoint: Checkpoint, engine: str, where: Deployment, shape: MoeShape) -> frozenset[str]:
-    """Return the modules that are no experts and that vLLM cannot load as they are stored, with all parts of each."""
+    """Return the modules outside experts that vLLM cannot load as stored, with all shards of each fused module."""
     loading = _Loading(checkpoint, load_policy(choose_engine(engine).policy), where, shape)
     unfit = ((one, above) for one, above in loading.places() if next(loading.of_linear(one, above), None) is not None)
     return frozenset(above + _in_file(path) for one, above in unfit for path in one.shards)
 
 
 def _in_file(path: str) -> str:
-    """Return the path of a module in the file: the routers of two sets are one module there."""
+    """Return the path of a module in the file, where the routers of two sets of experts are one module."""
     return path.replace(_ROUTER_OF_SETS, "gate")
 
 
@@ -148,16 +149,16 @@ class _Loading:
             yield from ((linear, heads[0].removesuffix(HEAD)) for linear in self._linears if linear.path == HEAD)
 
     def _of_floats(self, above: str) -> Iterator[_Problem]:
-        """Yield a quantised router or gate of shared experts of a class that makes it of float numbers in any case."""
+        """Yield the fault of a quantised router, or gate of shared experts, that the class makes of floats."""
         info = self.checkpoint.info
         family, architecture = find_family(info.model_type), info.architecture
         known = (
             self._linears or names_of_class(self.policy.version, architecture) or architecture.startswith("DeepseekV4")
         )
-        asked = {_in_file(path) for one in self._linears for path in one.shards}
+        judged = {_in_file(path) for one in self._linears for path in one.shards}
         for path in (family.router, _SHARED_GATE) if family is not None and known else ():
             parts = parts_of_module(self.checkpoint.source.tensors, above + path)
-            if path not in asked and is_quantized_module(parts):
+            if path not in judged and is_quantized_module(parts):
                 leaf = parts[0].name.rpartition(".")[2]
                 text = f"{above}{path} is quantised ({leaf}), and the engine creates it as float numbers"
                 yield text, "a checkpoint in which it is not quantised"
@@ -170,7 +171,7 @@ class _Loading:
         names = ", ".join(path.rpartition(".")[2] for path in linear.shards)
         if len({shard.stored for shard in shards}) > 1:
             text = f"{above}: of {names} some are quantised, and the engine makes one module of them"
-            yield text, "one encoding of all"
+            yield text, "one encoding for all of them"
         elif shards and lists_some_shards(self.policy, self.config, self.shape.architecture, linear, above):
             yield f"{above}: the config lists some of {names}, and the engine makes one module of them", "all of them"
         yield from self._resized(linear, shards)
@@ -219,9 +220,9 @@ class _Loading:
         return {leaf: count * width for leaf, count in counts.items() if count and width}
 
     def _resized(self, linear: LinearModule, shards: Sequence[_Shard]) -> Iterator[_Problem]:
-        """Yield shared experts and heads of another width than config.json says.
+        """Yield the faults of shared experts and heads whose width is not that of config.json.
 
-        The engine would take a part of a wider one.
+        The engine would load a part of a wider module without a word.
         """
         shared = "shared_expert" in linear.path and len(linear.shards) > 1
         attention = linear.path == "self_attn.qkv_proj"
@@ -233,9 +234,9 @@ class _Loading:
                 yield text, "the right size in config.json"
 
     def _cut_groups(self, linear: LinearModule, above: str, *, grouped: bool) -> Iterator[_Problem]:
-        """Yield groups of input features that ranks cannot share out: each would load whole ones (see `parameters`).
+        """Yield the fault of groups of input features that ranks would cut: each loads whole groups (see `parameters`).
 
-        A single scale is a group only where the config's method has groups: one per channel serves every rank.
+        A single group counts only where the config's method has groups: one scale per channel serves every rank.
         """
         tp = self.deployment.tp
         for part, axis in (("scales", 0), ("weight_scale", 1)):
@@ -246,7 +247,7 @@ class _Loading:
                 yield text, "a tp that divides the groups"
 
     def _cut_blocks(self, linear: LinearModule, above: str, blocks: Sequence[int]) -> Iterator[_Problem]:
-        """Yield sizes of a rank that FP8 blocks do not divide (vLLM 0.26.0 to 0.33.0, `validate_fp8_block_shape`)."""
+        """Yield faults of ranks' sizes that cut FP8 blocks (vLLM 0.26.0 to 0.33.0, `validate_fp8_block_shape`)."""
         tp = self.deployment.tp
         for place, shard in enumerate(linear.shards, 1):
             weight = self.checkpoint.source.tensors.get(f"{above}{shard}.weight")
@@ -274,14 +275,15 @@ def _unlike(version: str, shard: _Shard, gpu: Gpu) -> Iterator[_Problem]:
         yield f"{shard.name} is quantised ({', '.join(parts)}), and the engine creates it as float numbers", _MEANING
     elif isinstance(shard.meant, Method):
         if (shard.meant.name, gpu.platform) == _QUARK_FP8 and (gpu.capability or (0, 0)) < (8, 9):
-            yield f"{shard.name}: Quark's FP8 outside experts needs compute capability 8.9, this is {gpu.name}", _NEWER
+            text = f"{shard.name}: Quark's FP8 outside experts needs compute capability 8.9, which {gpu.name} lacks"
+            yield text, _NEWER
         unfit = unfit_part(version, shard.meant, parts)
         if unfit is not None:
             yield f"{shard.meant.name} of {shard.name} cannot be loaded: the file has {unfit}", _MEANING
 
 
 def _features(shard: _Shard) -> int | None:
-    """Return the output features of a module; None where its tensors do not tell."""
+    """Return the count of a module's output features; None where its tensors do not show it."""
     parts = {part.name.rpartition(".")[2]: part for part in shard.parts}
     if "scales" in parts:
         return int((1, *parts["scales"].shape)[-1])
@@ -293,7 +295,7 @@ def _features(shard: _Shard) -> int | None:
 def _no_kernel(
     deployment: Deployment, linear: LinearModule, above: str, shards: Sequence[_Shard]
 ) -> Iterator[_Problem]:
-    """Yield act-order in sizes that no kernel takes: Marlin pads none, and Machete (on Hopper) has larger tiles.
+    """Yield the fault of act-order with sizes that no kernel takes: Marlin never pads, Machete has larger tiles.
 
     Source: vLLM 0.26.0 to 0.29.0, `choose_mp_linear_kernel`.
     """

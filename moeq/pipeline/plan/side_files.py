@@ -1,8 +1,8 @@
 """Files of a source other than weights: which a conversion copies, keeps for `restore`, or leaves out.
 
-A conversion has a `config.json` and an index of its own, and `moeq push` puts a card of its own in the place of the
-source's. Whatever has such a name in the source is kept in the restore data, so that it comes back byte for byte
-wherever the conversion has been in between.
+A conversion has a `config.json` and an index of its own, and `moeq push` replaces the source's model card. Files with
+such names in the source are kept in the restore data, so that `restore` gives them back byte for byte, even after a
+push and a download.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ RESTORE_DATA_NAME = "moeq-restore.data"
 SIGNATURE_NAME = f"{MANIFEST_NAME}.minisig"
 
 CARD = "README.md"
-#: Name of the source's own card in a pushed repository.
+#: Name of the source's own model card in a pushed repository.
 SOURCE_CARD = "README.source.md"
-#: Line in the front matter of every card that moeq writes.
+#: Line in the front matter of every model card that moeq writes.
 CARD_MARK = "library_name: moeq"
 
 #: The Hub's own settings, which a repository gets when it is created.
@@ -38,7 +38,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 #: Endings of weight files, which are not copied: beside the conversion they would be a stale second model.
 OTHER_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
-#: Largest side file. A larger one is weights in an unknown format; tokenizers have some ten megabytes.
+#: Largest side file, in bytes. A larger file holds weights in an unknown format; tokenizers have some ten megabytes.
 MAX_SIDE_BYTES = 1 << 30
 
 #: Endings of files that are run, not read: Python, machine code, and pickles, which run when they are loaded.
@@ -55,24 +55,24 @@ _AUTO_MAP = "auto_map"
 class SideFiles:
     """A source's files other than weights, by what a conversion does with them."""
 
-    sizes: Mapping[str, int]  #: bytes of every file that is written to the conversion as it is
+    sizes: Mapping[str, int]  #: bytes of every file that is copied unchanged
     stripped: tuple[str, ...]  #: JSON files that are written without `auto_map`
-    kept: tuple[str, ...]  #: files that go into the restore data; some of them are written as well
+    kept: tuple[str, ...]  #: files that go into the restore data; some of them are copied as well
     missing: tuple[str, ...]  #: files that the conversion does not hold
-    code: tuple[str, ...]  #: what of the source is code: files, and configs that name some
-    no_code: bool  #: whether that was left out
-    #: Files that are left out because not every system can have their names, which no manifest may hold.
+    code: tuple[str, ...]  #: files of the source that are code, and configs that name code
+    no_code: bool  #: whether code is left out
+    #: Files that are left out because some systems do not allow their names, so that no manifest may hold them.
     unusable: tuple[str, ...] = ()
 
 
 def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
-    """Look at every side file of a source, before anything is written.
+    """Decide what becomes of every side file of a source, before anything is written.
 
     Raises MoeqError `source.unsafe-path`, `source.reserved-name`, `source.link`, `source.missing-file`,
     `source.not-a-file`, `source.too-large`.
     """
     found, unusable = source.side_files(), tuple[str, ...]()
-    if isinstance(source, LocalSource):  # files that exist lead nowhere else, whatever their names
+    if isinstance(source, LocalSource):  # names of local files cannot lead out of the folder
         unusable = tuple(name for name in found if not is_usable(name))
     names = safe_names((name for name in found if name not in unusable), source.name)
     # Looking into files of a repository would fetch some that a conversion does not need.
@@ -92,7 +92,7 @@ def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
         if size > limit:
             raise MoeqError(
                 "source.too-large",
-                f"{name}: {size:,} bytes, the limit for a file beside the weights is {limit:,}",
+                f"{name} has {size:,} bytes, but the limit for a file beside the weights is {limit:,}",
                 "move it out of the folder if it is not part of the model",
             )
         if is_own(name) or name.endswith(INDEX_SUFFIX):
@@ -112,7 +112,7 @@ def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
 
 
 def _is_replaced(name: str) -> bool:
-    """Return whether the conversion, pushed or not, has another file under that name."""
+    """Return whether the conversion, or its pushed form, has a file of its own under that name."""
     return name in (CONFIG_NAME, CARD, SOURCE_CARD) or name.endswith(INDEX_SUFFIX) or is_own(name)
 
 
@@ -127,7 +127,7 @@ def _is_pickle(source: Source, name: str) -> bool:
 
 
 def _has_auto_map(source: Source, name: str, size: int) -> bool:
-    """Return whether a JSON file names code. A file that is no JSON, or huge, names none that an engine would find."""
+    """Return whether a JSON file names code. Engines find none in files that are huge or no JSON."""
     if not name.endswith(".json") or size > MAX_CONFIG_BYTES:
         return False
     raw = source.read_file(name, MAX_CONFIG_BYTES)

@@ -2,7 +2,7 @@
 
 A unit is either one stack of one layer (`w13` or `w2`) or some tensors that are copied. Units do not depend on each
 other and write disjoint ranges of preallocated files, so any process may execute any of them, in any order, and more
-than once: the bytes are the same. Which units there are, and their names, follows from the plan alone.
+than once: the bytes are the same. The plan alone determines the units and their names.
 
 Ranks of expert parallelism hold different experts, so each rank's stack is a unit of its own. Ranks of tensor
 parallelism are cut from the same experts, which are read and decoded once for all of them: they share a unit.
@@ -25,13 +25,13 @@ from moeq.model.shards import Range
 from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.schemes.format import PartSig
 
-#: Most bytes that one copy unit moves, unless a single tensor is larger.
+#: Largest copy unit in bytes, unless a single tensor is larger.
 COPY_UNIT_BYTES = 256 * 2**20
 
 #: Bytes that are copied and hashed at once.
 CHUNK_BYTES = 2 * 2**20
 
-#: First byte and the byte after the last, in a file.
+#: (first byte, byte after the last) in a file.
 Span = tuple[int, int]
 
 
@@ -60,12 +60,12 @@ class Unit:
 
     @property
     def kind(self) -> str:
-        """Name of the units that need the same memory."""
+        """Name of this unit's kind; units of one kind need the same memory."""
         return self.id
 
     @property
     def fetch_group(self) -> str:
-        """Name of the units that one machine executes if their source files have to be fetched first."""
+        """Name of this unit's group; one machine executes a whole group if source files have to be fetched first."""
         return self.id
 
     @property
@@ -74,7 +74,7 @@ class Unit:
         return 0
 
     def pieces(self, form: FileForm, layer: LayerPlan | None) -> Iterator[Piece]:
-        """Yield the pieces in a file of that form, perhaps of a layer, in the order in which they are hashed."""
+        """Yield the pieces in a file of that form, in the order in which they are hashed; `layer`: None for copies."""
         raise NotImplementedError
 
     @cached_property
@@ -94,7 +94,7 @@ class PackUnit(Unit):
     role: StackedRole  #: `w13` or `w2`
     experts: Range  #: the experts
     shards: tuple[int, ...]  #: indices of the `LayerPlan.shards` that it writes
-    ranks: tuple[int, ...]  #: their ranks
+    ranks: tuple[int, ...]  #: ranks of these shards
 
     @property
     def kind(self) -> str:
@@ -133,11 +133,11 @@ class CopiedTensor:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes that lie together in the source and in the output, and are copied at once."""
+    """Bytes that are contiguous in the source and in the output, and are copied at once."""
 
     source: int  #: first byte in the source file
     output: int  #: first byte in the output file
-    #: Tensor and bytes of it, in order. Pieces begin at multiples of `CHUNK_BYTES` of their tensor.
+    #: (tensor, count of its bytes), in order. Pieces begin at multiples of `CHUNK_BYTES` of their tensor.
     pieces: tuple[tuple[str, int], ...]
 
     @property
@@ -150,7 +150,7 @@ class CopyUnit(Unit):
     """Tensors of one source file that are copied unchanged."""
 
     source_file: str  #: the source file
-    tensors: tuple[CopiedTensor, ...]  #: what is copied where, in the order of the output
+    tensors: tuple[CopiedTensor, ...]  #: tensors in the order of the output
 
     what = "copy"
 
@@ -210,9 +210,9 @@ def pack_units(layer: LayerPlan, experts: Experts, file: str, form: FileForm) ->
 def copy_units(
     tensors: Mapping[str, TensorEntry], file: str, form: FileForm, counts: dict[str, int]
 ) -> Iterator[CopyUnit]:
-    """Yield the units of one output file of copied tensors, which are given by their names there and in its order.
+    """Yield the units of one output file of copied tensors; `tensors` has their output names, in the file's order.
 
-    `counts` are the units so far per source file, for their names; they are counted on.
+    `counts` maps source files to the number of their last unit, which names need; it is updated.
     """
     for source_file, rows in groupby(tensors.items(), key=lambda row: row[1].file):
         places = [CopiedTensor(name, entry.start, form.ranges[name][0], entry.nbytes) for name, entry in rows]

@@ -1,4 +1,4 @@
-"""Run the units of a conversion that no journal has yet, with records and progress. No torch."""
+"""Run the units of a conversion that no journal records yet, with records and progress. No torch."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from moeq.pipeline.state.records import UnitRecord, is_intact
 if TYPE_CHECKING:
     from moeq.pipeline.run.ray_executor import RayExecutor
 
-#: Cuts units into batches, and may do something between two of them.
+#: Function that cuts units into batches, and may do something between two of them, such as fetching files.
 Batches = Callable[[Sequence[Unit]], Iterable[Sequence[Unit]]]
 
-#: Takes a warning: a code and a sentence.
+#: Function that takes a warning: a code and a sentence.
 Warn = Callable[[str, str], None]
 
 
 def executor(
     name: str, ray_address: str | None, job: OpenedJob, folder: OutputFolder, memory: Memory, warn: Warn
 ) -> AbstractContextManager[Executor | RayExecutor]:
-    """Open the executor that was asked for. Raises MoeqError `usage.executor`, and what opening it raises."""
+    """Open the executor of that name. Raises MoeqError `usage.executor`, and the errors of `ray_executor`."""
     if name == "local":
         return nullcontext(Executor(job, folder, memory.workers, memory.spare(), memory.helpers))
     if name != "ray":
@@ -49,7 +49,7 @@ def executor(
 class RunResult:
     """The result of a run."""
 
-    records: Mapping[str, UnitRecord]  #: unit id to its record, for every unit of the run, resumed ones included
+    records: Mapping[str, UnitRecord]  #: unit id to its record, for every unit of the run and every resumed one
     resumed: tuple[str, ...]  #: units that an earlier run had finished
 
 
@@ -70,10 +70,10 @@ def run_units(
 ) -> RunResult:
     """Execute the units that are not finished yet, here or on a cluster, and record them in the folder's journal.
 
-    Records of these units count only if the files still hold the bytes, which are read again. `batches` cuts units into
-    lists that are executed one after the other.
+    A unit with a record counts as finished only if the files still hold its bytes, which are read again. `batches` cuts
+    units into lists that are executed one after the other.
 
-    Raises MoeqError as `Executor.execute` and `executor`. What was finished until then is recorded.
+    Raises MoeqError as `Executor.execute` and `executor`. Units that were finished before the error are recorded.
     """
     records = finished_units(job, folder, units, memory.workers, progress)
     resumed = tuple(records)
@@ -108,7 +108,7 @@ def run_units(
         progress(Warned(code, message))
 
     with executor(where, ray_address, job, folder.files, memory, warn) as found:
-        found.prepare(units)  # those of finished units too: their headers may have been lost
+        found.prepare(units)  # also the files of finished units, whose headers may have been lost
         for batch in batches(todo):
             found.run(batch, handle, record)
     return RunResult(records, resumed)
@@ -119,9 +119,9 @@ def finished_units(
 ) -> dict[str, UnitRecord]:
     """Return records of units whose bytes are in the folder. Every byte is read and hashed again.
 
-    A lost or torn write (power cut, truncated copy) shows here, and the unit is done again. A journal may have been
+    Units with a lost or torn write (power cut, truncated copy) are left out and so done again. A journal may have been
     begun with a source that is not recognised as this one: a copy on another machine, or another model of the same
-    shape. Its units are packed from this source once more, in memory, and have to come out the same.
+    shape. Its units are packed from this source again, in memory, and have to give the same records.
 
     Raises MoeqError `source.changed`.
     """
@@ -164,7 +164,7 @@ def recompute(
     advance: Callable[[int, str], None],
     spare: SpareMemory | None = None,
 ) -> dict[str, UnitRecord]:
-    """Read, pack, prove and hash units, and keep nothing but their records.
+    """Read, pack, prove and hash units in memory, and return their records by unit id.
 
     `advance` is called with bytes packed since the last call and a label, in this thread.
 

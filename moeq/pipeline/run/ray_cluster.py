@@ -1,7 +1,7 @@
 """Running tasks on a Ray cluster: connecting, checking its nodes, retries, readable failures.
 
-Retries are counted here and not by Ray (`max_retries=0`), so that each one is told and a task that is killed for
-memory again and again ends, too. Written for Ray 2.40 and newer (Ray Core API: tasks, `ray.wait`, `ray.nodes`).
+Retries are counted here and not by Ray (`max_retries=0`), so that the user is told of each, and a task that is killed
+for memory again and again ends. Written for Ray 2.40 and newer (Ray Core API: tasks, `ray.wait`, `ray.nodes`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ANSWER_SECONDS = 120.0
 #: Seconds for a cluster's head to take a connection.
 _CONNECT_SECONDS = 5.0
 
-#: Seconds for tasks to end after they were asked to.
+#: Seconds for tasks to end after they were asked to stop.
 _STOP_SECONDS = 30.0
 
 #: Seconds for a network file system to show a new file.
@@ -44,10 +44,10 @@ _VISIBLE_SECONDS = 5.0
 class Task(Generic[R]):
     """One call on some node."""
 
-    name: str  #: shown by Ray's dashboard and in messages
-    memory: int  #: bytes that it needs; a node is chosen that has them left
-    call: Callable[..., R | MoeqError]  #: what is called there, picklable by reference
-    arguments: tuple[Any, ...]  #: its arguments; the result, a `MoeqError` among them, is returned, not raised
+    name: str  #: name in Ray's dashboard and in messages
+    memory: int  #: bytes of memory that the task needs; Ray chooses a node that has them free
+    call: Callable[..., R | MoeqError]  #: function to call, picklable by reference; it returns a `MoeqError` of its own
+    arguments: tuple[Any, ...]  #: arguments of the function
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def connected(address: str | None) -> Iterator[Any]:
             "cluster",
             "run the command on a node of the cluster (with `ray job submit`, say) and leave the address out",
         )
-    # Ray prints what happens to workers on stdout, which belongs to the command's answer; it is told by `run` instead.
+    # Ray prints events of workers on stdout, where only the command's answer belongs; `run` reports them instead.
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         ours = not ray.is_initialized()
         if ours:
@@ -84,39 +84,39 @@ def connected(address: str | None) -> Iterator[Any]:
 
 
 def _connect(ray: Any, address: str | None) -> None:
-    # A cluster that lives as long as one command needs no reports.
+    # A cluster that lives as long as one command needs no usage reports.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     at = address or os.environ.get("RAY_ADDRESS")
     main = threading.current_thread() is threading.main_thread()
     on_terminate = signal.getsignal(signal.SIGTERM) if main else None
     try:
         if at and ":" in at:
-            # Ray itself tries for minutes.
+            # Ray itself would try for minutes.
             host, _, port = at.rpartition(":")
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise MoeqError(
             "environment.ray-connect",
-            f"no Ray cluster at {at or 'the default address'}: {first_line(error)}",
+            f"there is no Ray cluster at {at or 'the default address'}: {first_line(error)}",
             f"`ray status` tells whether one runs here; {option('ray_address', 'HOST:6379')} names another",
         ) from error
     if on_terminate is not None:
-        # Ray ends the process at once on SIGTERM; what the command does then is the command's affair.
+        # Ray would end the process at once on SIGTERM; the command has a handler of its own.
         signal.signal(signal.SIGTERM, on_terminate)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node that can run tasks: Ray's id, name, and memory in bytes."""
+    """A node that can run tasks."""
 
-    id: str
-    name: str
-    memory: int
+    id: str  #: Ray's id
+    name: str  #: host name and address
+    memory: int  #: bytes of memory for tasks
 
 
 def nodes(ray: Any) -> list[Node]:
-    """Return nodes that are up and have a processor to give.
+    """Return the nodes that are up and offer at least one processor.
 
     Raises MoeqError `environment.ray-empty` if there is none.
     """
@@ -131,7 +131,7 @@ def nodes(ray: Any) -> list[Node]:
 
 
 def check_memory(found: Sequence[Node], tasks: Sequence[Task[R]]) -> None:
-    """Refuse tasks that no node could ever take; Ray would leave them pending.
+    """Refuse tasks that no node could ever take; Ray would leave them pending forever.
 
     Raises MoeqError `resources.ray-memory`.
     """
@@ -148,12 +148,13 @@ def check_memory(found: Sequence[Node], tasks: Sequence[Task[R]]) -> None:
 
 @dataclass(frozen=True)
 class Token:
-    """A file with a random word: nodes that read it see this machine's folder and not another like it."""
+    """A file with a random word: nodes that can read the word see this very folder."""
 
-    path: str
-    word: str
+    path: str  #: absolute path of the file
+    word: str  #: content of the file
 
     def visible(self) -> bool:
+        """Wait for the file, and return whether it holds the word."""
         deadline = time.monotonic() + _VISIBLE_SECONDS
         while True:
             try:
@@ -180,7 +181,7 @@ class Token:
 
 @contextmanager
 def token_in(folder: Path, prefix: str = "") -> Iterator[Token]:
-    """Keep a token in a folder as long as the context lasts."""
+    """Create a token in a folder, and remove it when the context ends."""
     word = secrets.token_hex(16)
     path = folder / f"{prefix}token-{word[:8]}"
     path.write_text(word, encoding="ascii")
@@ -194,8 +195,7 @@ def token_in(folder: Path, prefix: str = "") -> Iterator[Token]:
 def check_nodes(ray: Any, found: Sequence[Node], token: Token, version: str) -> None:
     """Ask every node whether it sees the output folder and has this moeq.
 
-    Raises MoeqError `environment.ray-nodes` with the nodes and what is wrong with each; `environment.ray-empty` where
-    none can run anything.
+    Raises MoeqError `environment.ray-nodes` with each node's problem; `environment.ray-empty` if none can run a task.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -229,7 +229,7 @@ def check_nodes(ray: Any, found: Sequence[Node], token: Token, version: str) -> 
         try:
             seen, installed = ray.get(reference)
         except ray.exceptions.RayError as error:
-            # It left the cluster just now; those that join later are asked by `Token.visible`.
+            # This node has just left the cluster. Nodes that join later call `Token.visible`.
             gone.append(f"{asked[reference].name}: {first_line(error)}")
             continue
         wrong += [f"{asked[reference].name} {problem}" for problem in _problems(seen, installed, version)]
@@ -250,7 +250,7 @@ def _problems(seen: bool, installed: str | None, version: str) -> Iterator[str]:
     if installed is None:
         yield "has no moeq"
     elif installed != version:
-        yield f"has moeq {installed}, this machine {version}"
+        yield f"has moeq {installed}, this machine has {version}"
 
 
 def run(
@@ -264,21 +264,21 @@ def run(
     """Run tasks until all are done, each again if its worker or node was lost.
 
     Args:
-        tasks: what to run; started in this order.
+        tasks: tasks to run, started in this order.
         done: called with every result, in the order of finishing, in this thread.
         warn: called with a code and a sentence for every retry.
-        stop: called if the run ends early; tasks have to notice, and to return soon. (`ray.cancel` would be the
-            other way; in Ray 2.60 it can abort this process when a task ends at that moment.)
-        record_finished: called with results that still come then.
+        stop: called if the run ends early; it has to make the tasks return soon. (`ray.cancel` is no alternative: in
+            Ray 2.60 it can abort this process when a task ends at that moment.)
+        record_finished: called with results that still arrive after `stop`.
 
-    Raises MoeqError: the first that a task returned; `environment.ray-lost` or `resources.ray-memory` if a task was
-    lost too often. What else a task raised is a bug, and is raised here.
+    Raises the first MoeqError that a task returned; MoeqError `environment.ray-lost` or `resources.ray-memory` if a
+    task was lost too often. Any other exception of a task is a bug, and is raised here.
     """
     waiting, running, tries = deque(tasks), dict[Any, Task[R]](), dict[str, int]()
     remotes = {task.call: ray.remote(num_cpus=1, max_retries=0, retry_exceptions=False)(task.call) for task in tasks}
     try:
         while waiting or running:
-            # More tasks than processors: none is idle, and a cluster that can grow does.
+            # More tasks than processors: no processor is idle, and a cluster that can grow does.
             free = 2 * int(ray.cluster_resources().get("CPU", 1)) - len(running)
             for task in [waiting.popleft() for _ in range(min(free, len(waiting)))]:
                 remote = remotes[task.call].options(name=task.name, memory=task.memory)
@@ -307,19 +307,19 @@ def run(
 
 
 def _salvage(ray: Any, references: list[Any], record_finished: Callable[[R], None]) -> None:
-    """Wait for tasks that were asked to stop, and take what they have."""
+    """Wait for tasks that were asked to stop, and record their results."""
     ended, _ = ray.wait(references, num_returns=len(references), timeout=_STOP_SECONDS)
     for reference in ended:
         try:
             result = ray.get(reference)
         except ray.exceptions.RayError:
-            continue  # lost; the run has ended for another reason
+            continue  # this task was lost, but the run has ended for another reason
         if not isinstance(result, MoeqError):
             record_finished(result)
 
 
 def _lost(ray: Any, task: Task[R], tries: int, error: Exception, warn: Callable[[str, str], None]) -> None:
-    """Report a lost task, or give it up."""
+    """Report that a lost task is started again. Raises MoeqError if it was lost too often."""
     if tries <= RETRIES:
         warn("ray-retry", f"{task.name} is started again ({tries} of {RETRIES}): {first_line(error)}")
         return
@@ -327,7 +327,7 @@ def _lost(ray: Any, task: Task[R], tries: int, error: Exception, warn: Callable[
     raise MoeqError(
         "resources.ray-memory" if memory else "environment.ray-lost",
         f"{task.name} was lost {tries} times, the last time: {first_line(error)}",
-        "what was finished is kept; the same command continues it"
+        "finished units are kept; the same command continues the work"
         + (" on nodes with more memory" if memory else ", `ray status` tells about the nodes"),
     )
 

@@ -1,7 +1,7 @@
-"""Units as tasks of a Ray cluster. This machine keeps the journal; workers write to the shared folder.
+"""Executing units as tasks of a Ray cluster. This machine keeps the journal; workers write to the shared folder.
 
-A worker opens the job once, checks that it makes the same plan, and then executes the units it is given. Nothing
-but names and records travels. A task is all units of one output file (see `moeq.pipeline.run.work_shards.grouped`).
+A worker opens the job once, checks that it makes the same plan, and then executes the units it is given. Only names and
+records are sent between nodes. A task is all units of one output file (`moeq.pipeline.run.work_shards.grouped`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class RemoteJob:
     request: Any  #: the job; a local source is named by its absolute path
     open: Callable[[Any], OpenedJob]  #: function that opens the request
     digest: str  #: digest of the plan
-    folder: str  #: the folder that is written to
+    folder: str  #: absolute path of the output folder
     token: Token  #: file by which the worker recognises the folder
-    reread: bool  #: the source is read twice
-    for_shell: bool  #: messages spell options for a shell
+    reread: bool  #: whether the source is read twice
+    for_shell: bool  #: whether messages spell options for a shell
 
 
 class RayExecutor:
-    """Executes units on a cluster; used like `moeq.pipeline.run.workers.Executor`."""
+    """Executes units on a cluster, with the interface of `moeq.pipeline.run.workers.Executor`."""
 
     def __init__(self, ray: Any, job: OpenedJob, remote: RemoteJob, warn: Callable[[str, str], None]) -> None:
         self._ray = ray
@@ -65,7 +65,7 @@ class RayExecutor:
         self._local = Executor(job, _opened(remote.folder))
 
     def prepare(self, units: Sequence[Unit]) -> None:
-        """Make the output files of these units, so that a full disk shows before anything is sent away."""
+        """Create the output files of these units, so that a full disk is noticed before any task starts."""
         self._local.prepare(units)
 
     def run(
@@ -74,15 +74,15 @@ class RayExecutor:
         handle: Callable[[Outcome], None],
         record_finished: Callable[[Executed], None] = lambda done: None,
     ) -> None:
-        """Execute units on whichever nodes are free, the largest first.
+        """Execute units on any free nodes, the largest groups of units first.
 
-        Raises MoeqError: what a unit raised, as it would be raised here; `resources.ray-memory`;
-        `environment.ray-lost`.
+        Raises a unit's MoeqError as if it ran here; MoeqError `resources.ray-memory`, `environment.ray-lost`,
+        `environment.ray-nodes`.
         """
         by_id = {unit.id: unit for unit in units}
         if not units:
             return
-        # A worker keeps its buffers from one task to the next, so each needs what any of them needs.
+        # A worker keeps its buffers from one task to the next, so every task needs the memory of the largest.
         memory = RAY_BYTES + plan_memory(self._job, units, workers=1).peak
         tasks = [self._task(group, memory) for group in sorted(grouped(units), key=_bytes, reverse=True)]
         ray_cluster.check_memory(ray_cluster.nodes(self._ray), tasks)
@@ -105,7 +105,7 @@ class RayExecutor:
             raise MoeqError(
                 "environment.ray-nodes",
                 f"a Ray node that no longer sees {self._remote.folder} has given up {len(left)} units: {min(left)} ...",
-                "what was finished is kept; the same command continues it",
+                "finished units are kept; the same command continues the work",
             )
 
     def _task(self, units: Sequence[Unit], memory: int) -> Task[Results]:
@@ -136,7 +136,7 @@ def ray_executor(
 
 
 def execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
-    """Execute units in this worker process. Returns the results until the token was removed, or the error."""
+    """Execute units in this worker process; return the results up to the token's removal, or an error."""
     results: Results = []
     try:
         with spelled(for_shell=remote.for_shell):
@@ -156,7 +156,7 @@ class _Stopped(Exception):
 
 
 def _stop_when_removed(token: Token) -> Callable[[int, str], None]:
-    """Make a callback that raises `_Stopped` once the driver no longer waits, which it looks up from time to time."""
+    """Return a callback that raises `_Stopped` once the token is removed, which it checks every half second."""
     due = time.monotonic()
 
     def check(count: int, label: str) -> None:
@@ -171,7 +171,7 @@ def _stop_when_removed(token: Token) -> Callable[[int, str], None]:
 
 @lru_cache(maxsize=1)
 def _worker(remote: RemoteJob) -> Executor:
-    """Open the job in this process, once; buffers stay."""
+    """Open the job in this process, once, and return its executor, whose buffers are kept."""
     here = f"Ray node {socket.gethostname()}"
     if not remote.token.visible():
         raise MoeqError(

@@ -24,29 +24,29 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Step(Generic[U]):
-    """One step: fetch some files, convert what has become possible, drop what nothing needs any more."""
+    """One step of a schedule: fetch files, convert units, drop files."""
 
-    fetch: tuple[str, ...]
-    units: tuple[U, ...]
-    drop: tuple[str, ...]
+    fetch: tuple[str, ...]  #: files that the units need and that are not held yet
+    units: tuple[U, ...]  #: units whose files are all held
+    drop: tuple[str, ...]  #: files that no later unit needs
 
 
 @dataclass(frozen=True)
 class Schedule(Generic[U]):
     """Order in which files are fetched, used and dropped."""
 
-    steps: tuple[Step[U], ...]  #: in order
-    peak_bytes: int  #: most bytes of source files held at once
-    fetched_bytes: int  #: bytes of source files fetched in all; every file at most once
+    steps: tuple[Step[U], ...]  #: steps in order
+    peak_bytes: int  #: largest sum of bytes of source files that are held at once
+    fetched_bytes: int  #: bytes of all source files that are fetched, each once
 
 
 def require_streamable(source: Source, executor: str = "local") -> HubSource:
-    """Return the source if it can be streamed. Raises MoeqError `usage.stream-source` for sources on disk, clusters."""
+    """Return the source if it can be streamed. Raises MoeqError `usage.stream-source` for local sources, clusters."""
     if executor != "local":
         raise MoeqError(
             "usage.stream-source",
-            f"{option('stream_source', True)} with {option('executor', executor)}: the nodes would wait for this "
-            "machine's downloads",
+            f"{option('stream_source', True)} cannot be combined with {option('executor', executor)}: the nodes would "
+            "wait for this machine's downloads",
             f"use {option('shard')} on several machines, each of which fetches its own part",
         )
     if not isinstance(source, HubSource):
@@ -66,10 +66,10 @@ def unit_schedule(units: Sequence[Unit], source: Source) -> Schedule[Unit]:
 def streamed(
     source: Source, folder: WorkFolder, progress: Progress
 ) -> Iterator[Callable[[Sequence[Unit]], Iterator[Sequence[Unit]]]]:
-    """Yield a function that cuts units into batches and has the source files of each on disk in turn.
+    """Yield a function that cuts units into batches and fetches the source files of each before it is executed.
 
-    Files are kept below `folder` while something needs them, and stay there when the work is interrupted, so that the
-    next run fetches only what is missing. When the context ends without an error, they are removed.
+    Files are kept below `folder` while a unit needs them, and stay there when the work is interrupted, so that the next
+    run fetches only the missing files. When the context ends without an error, they are removed.
 
     Raises MoeqError `usage.stream-source`; while going through batches, `source.*` and `resources.disk-full`.
     """
@@ -95,7 +95,7 @@ def _batches(
 
 
 def require_space(plan: Schedule[U], folder: Path) -> None:
-    """Refuse what cannot be held. What an earlier run has fetched is on the disk already and counts as free.
+    """Refuse a schedule whose files the disk cannot hold. Files that an earlier run has fetched count as free space.
 
     Raises MoeqError `resources.disk-full`.
     """
@@ -112,10 +112,10 @@ def require_space(plan: Schedule[U], folder: Path) -> None:
 def schedule(units: Sequence[U], files: Callable[[U], Collection[str]], sizes: Mapping[str, int]) -> Schedule[U]:
     """Order units so that few source files are held at once.
 
-    Units that use files that are held come first: of these, the one whose files raise the peak least, then the one
+    Units that use held files come first: of these, the unit whose files raise the peak least, and among equals the unit
     after which the fewest bytes are held. Where no file is held, the unit whose files have the lowest names is next.
-    The best order of all is hard to find (the problem contains the bandwidth of a graph); for checkpoints whose files
-    follow their layers this finds it.
+    The best order is hard to find in general (the problem contains the bandwidth of a graph), but this finds it for
+    checkpoints whose files follow their layers.
 
     Args:
         files: the source files that a unit reads.
@@ -132,7 +132,7 @@ def schedule(units: Sequence[U], files: Callable[[U], Collection[str]], sizes: M
         return sum(sizes[file] for file in files)
 
     def cost(need: frozenset[str]) -> tuple[int, int]:
-        """Return the peak and the bytes held afterwards if this need is met next; less is better."""
+        """Return (peak, bytes held afterwards) if the files of `need` are fetched next; less is better."""
         with_need = held | need
         left = frozenset().union(*(other for other in waiting if not other <= with_need))
         return max(peak, size_of(with_need)), size_of(with_need & left)

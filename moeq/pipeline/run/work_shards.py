@@ -1,7 +1,7 @@
-"""Shards of the work: which units of a conversion one of N processes does.
+"""Shards of the work: which units of a conversion one of N processes executes.
 
-Shards count from 0, as Slurm arrays, Kubernetes indexed Jobs and ranks do: 0/8 .. 7/8. Which units are in a shard
-follows from the plan alone, so that every process finds the same cut without asking another. Launchers tell a process
+Shards count from 0, as Slurm arrays, Kubernetes indexed Jobs and ranks do: 0/8 .. 7/8. The plan alone determines the
+units of a shard, so that every process finds the same cut without asking another. Launchers tell a process
 its shard by environment variables. Sources of their names: Slurm's manual pages sbatch(1) and srun(1); Kubernetes,
 "Indexed Job for parallel processing"; PyTorch, "torchrun"; SkyPilot, "Distributed multi-node jobs".
 """
@@ -32,15 +32,15 @@ class WorkShard:
 
     @property
     def label(self) -> str:
-        """Name of the shard without a slash, as for a file name."""
+        """Name of the shard without a slash, for file names."""
         return f"{self.index}-of-{self.count}"
 
     def select(self, units: Sequence[Unit], *, remote: bool) -> tuple[Unit, ...]:
         """Return the units of this shard, in the order of their places in the source (`remote`: see `is_remote`).
 
         Units are dealt in groups, see `grouped`, in the order of their places in the source, so that a shard reads
-        neighbouring files. Every shard in turn takes groups until it comes as near as it can to an equal part of what
-        is left; none takes so many that another is left without.
+        neighbouring files. Every shard in turn takes groups until its bytes are as near as possible to an equal share
+        of the bytes that are left. Each leaves one group at least for every later shard, if there are enough.
         """
         groups = grouped(units, remote=remote)
         sizes = [sum(unit.bytes_in + unit.bytes_out for unit in group) for group in groups]
@@ -48,7 +48,7 @@ class WorkShard:
         for index in range(self.index + 1):
             start, taken, others = stop, 0, self.count - index - 1
             while stop < len(groups):
-                # With half of the next group it must not exceed left / (others + 1); in whole numbers.
+                # Take the next group if half of it fits into the share left / (others + 1); in whole numbers.
                 fits = (2 * taken + sizes[stop]) * (others + 1) <= 2 * left and len(groups) - stop > others
                 if others and not fits and stop > start:
                     break
@@ -62,18 +62,18 @@ class ShardRun:
     """A shard of a conversion."""
 
     shard: WorkShard  #: the shard
-    units: int  #: number of its units
-    bytes_out: int  #: bytes that its units write
+    units: int  #: count of the shard's units
+    bytes_out: int  #: bytes that these units write
     done: bool  #: whether the units are done; False for a dry run
 
 
 def grouped(units: Sequence[Unit], *, remote: bool = False) -> list[list[Unit]]:
     """Group units that one machine executes together: those that write to the same file.
 
-    Two machines that write to one file at once would be right, too, but network file systems write whole pages: where
-    the two meet within a page one can lose the other's bytes, which `moeq finalize` would notice only afterwards.
+    Two machines may write disjoint ranges of one file, but network file systems write whole pages: where two ranges
+    meet within a page, one machine can lose the other's bytes, which only `moeq finalize` would notice.
 
-    A file of copied tensors, though, takes from many source files. Where they have to be fetched first, its units are
+    A file of copied tensors takes from many source files. Where these have to be fetched first, the file's units are
     dealt one by one, or a shard would fetch most of the model to copy a small part of it.
     """
     groups: dict[str, list[Unit]] = {}
@@ -90,7 +90,7 @@ def _place(unit: Unit) -> tuple[str, int]:
 def is_remote(source: Source) -> bool:
     """Return whether a source is a commit of a repository, whose files each process fetches for itself.
 
-    On some machines they may be there already; all of them have to deal the units in the same way.
+    Some machines may hold the files already, but all machines have to deal the units in the same way.
     """
     return source.revision is not None
 
@@ -128,12 +128,12 @@ def parse_shard(text: str, environ: Mapping[str, str]) -> WorkShard:
         raise MoeqError(
             "usage.shard",
             f"{option('shard', text)}: shards count from 0, so the last of {count} is {count - 1}/{count}",
-            f"{option('shard', f'{index - 1}/{count}')}, if yours count from 1" if index == count else None,
+            f"{option('shard', f'{index - 1}/{count}')}, if your shards count from 1" if index == count else None,
         )
     return WorkShard(index, count)
 
 
-#: Kubernetes tells a pod its index and not how many there are; the manifest passes the number in this variable.
+#: Kubernetes tells a pod its index but not the count of pods; the Job's manifest passes the count in this variable.
 COUNT_VARIABLE = "MOEQ_SHARDS"
 
 
@@ -144,11 +144,11 @@ class Launcher:
     name: str  #: name for `--shard`
     title: str  #: name for people
     index: str  #: variable with this process's number
-    count: str  #: variable with how many there are
-    mark: tuple[str, ...]  #: variables of which one is set only if this launcher started the process
+    count: str  #: variable with the count of processes
+    mark: tuple[str, ...]  #: variables; if one of them is set, this launcher has started the process
     remedy: str  #: a way to launch that sets the variables
-    #: Variables with the lowest and highest number and their distance, for a launcher that counts from elsewhere than 0
-    #: in steps other than 1.
+    #: Variables with the lowest number, the highest number and the step, for a launcher whose numbers need not be
+    #: 0, 1, 2, ...
     spacing: tuple[str, str, str] | None = None
 
 
@@ -200,7 +200,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class TaskIndex:
-    """Index of this process among all of them, as a launcher says."""
+    """Index of this process among all processes, as its launcher says."""
 
     launcher: Launcher
     shard: WorkShard
@@ -224,7 +224,7 @@ def task_index(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
 
 
 def find_task_index(environ: Mapping[str, str]) -> TaskIndex:
-    """Find this process's index in the environment. Launchers of a single process do not count.
+    """Find this process's index in the environment. Launchers of several processes win over those of one.
 
     Raises MoeqError `usage.shard-launcher` if no launcher is found, or several that contradict each other.
     """
@@ -241,7 +241,7 @@ def find_task_index(environ: Mapping[str, str]) -> TaskIndex:
         raise MoeqError(
             "usage.shard-launcher",
             f"{option('shard', 'auto')}: " + ", but ".join(map(str, several)),
-            f"say which counts: {option('shard', several[0].launcher.name)}, or {option('shard', 'I/N')}",
+            f"say which one is meant: {option('shard', several[0].launcher.name)}, or {option('shard', 'I/N')}",
         )
     return (several or found)[0]
 

@@ -1,9 +1,9 @@
 """Threads that execute units of a conversion: read, pack, check and write overlap, within units and across them.
 
-Every worker has companions: one reads the next expert (or chunk) while the worker is at the last, unless memory holds
-it already, and one writes what was packed. For each there are two buffers, of which one is on its way from or to the
-disk. Where experts are small, there are two companions of each kind, or the disk would wait between two requests
-(`moeq.pipeline.run.resources.plan_memory`). Readers take the next expert of the open unit, and go on to the next
+Every worker has two helpers. One reads the next expert (or chunk) while the worker packs the current one, unless the
+page cache holds it already. The other writes packed bytes. Each helper has two buffers: the disk has one while the
+worker has the other. Where experts are small, there are two helpers of each kind, or the disk would wait between two
+requests (`moeq.pipeline.run.resources.plan_memory`). Readers take the next expert of the open unit, and open the next
 unit when none is left, so that small units do not wait for each other. One more thread syncs: a unit counts as done
 when its bytes are on disk.
 """
@@ -69,10 +69,10 @@ class Executor:
 
     Args:
         folder: folder with the output files (`<DST>.moeq-partial`); None: nothing is written to a disk.
-        spare: memory beyond what `moeq.pipeline.run.resources.plan_memory` counts; None: as much as it takes.
+        spare: memory beyond what `moeq.pipeline.run.resources.plan_memory` counts; None: unlimited.
         helpers: threads that read for a worker, and as many that write for it.
-        sink: without a folder, function that makes the destination of a unit's bytes.
-        direct: whether to read past the page cache; other processes then read the same files for themselves.
+        sink: function that makes the destination of a unit's bytes where there is no folder.
+        direct: whether to bypass the page cache; other processes then read the same files from the disk again.
         output_memory: function that allocates the buffers of packed bytes.
     """
 
@@ -97,7 +97,7 @@ class Executor:
         self.buffers = [Buffers(output_memory) for _ in range(max(workers, 1))]
 
     def prepare(self, units: Sequence[Unit]) -> None:
-        """Make the output files of these units, at their full size with their headers; data in them stays.
+        """Create the output files of these units at full size, with headers; existing files keep their data.
 
         Raises MoeqError `resources.disk-full`, `environment.write`, `environment.planted`.
         """
@@ -110,7 +110,7 @@ class Executor:
             prepare_file(self.folder, name, form.header, form.size)
 
     def execute(self, unit_id: str, advance: Callable[[int, str], None] | None = None) -> UnitRecord:
-        """Execute one unit: its bytes are on disk and proven when this returns.
+        """Execute one unit and return its record, once its bytes are on disk and proven.
 
         `advance` is called with bytes written since the last call and a label, in this thread.
 
@@ -135,12 +135,12 @@ class Executor:
         handle: Callable[[Outcome], None],
         record_finished: Callable[[Executed], None] = lambda done: None,
     ) -> None:
-        """Execute units, in about this order. The files have to be prepared.
+        """Execute units, started in this order. Their files have to be prepared.
 
         Args:
             handle: called in this thread with everything that happens. What it raises (and KeyboardInterrupt) ends the
                 run: threads end after the expert that they are at.
-            record_finished: called with units that were still brought to disk after that, or after an error.
+            record_finished: called with each unit that still reaches the disk after the run has failed.
 
         Raises MoeqError as `execute`.
         """
@@ -161,14 +161,14 @@ class Executor:
                 run.join()
 
 
-#: Whether a block around this one has frozen everything, and unfreezes it.
+#: Whether an enclosing `headers_frozen` block has frozen all objects and will unfreeze them.
 FREEZING: ContextVar[bool] = ContextVar("freezing", default=False)
 
 
 @contextmanager
 def headers_frozen() -> Iterator[None]:
-    """Hide headers from the garbage collector: they are millions of objects that live on."""
-    # Counting takes longer the more is frozen: not again if the block around this one has frozen everything.
+    """Hide all objects from the garbage collector in this block: headers are millions of objects that live on."""
+    # Counting many frozen objects is slow, so it is left out inside an enclosing block.
     frozen = FREEZING.get() or gc.get_freeze_count()
     gc.freeze()
     within = FREEZING.set(True)
@@ -198,7 +198,7 @@ class _Run:
         self._torch_threads = _torch_threads()
         helpers = executor.helpers
         all_queues = [WorkerQueues(held, helpers) for held in executor.buffers]
-        self._running = helpers * len(all_queues)  # writers
+        self._writers_left = helpers * len(all_queues)
         self._threads = [
             threading.Thread(target=self._guarded, args=(target, *given), daemon=True)
             for target, given in [
@@ -213,16 +213,16 @@ class _Run:
             thread.start()
 
     def outcomes(self) -> Iterator[Outcome | _Failed]:
-        """Yield events until the last thread has ended. Call again after stopping early to get the rest."""
+        """Yield events until the last thread has ended. A second call after `stop` yields the rest."""
         while (event := self._events.get()) is not None:
             yield event
-        self._events.put(None)  # a second call ends at once, too
+        self._events.put(None)  # so that a second call ends as well
 
     def stop(self) -> None:
         self._stopped = True
 
     def join(self) -> None:
-        """Wait for the threads; files of units that were not finished are closed."""
+        """Wait for the threads, then close the files of unfinished units."""
         for thread in self._threads:
             thread.join()
         for opened in self._open.values():
@@ -231,7 +231,7 @@ class _Run:
         _restore_torch_threads(self._torch_threads)
 
     def _guarded(self, target: Callable[..., None], *given: Any) -> None:
-        """Run a thread's work; what it raises is carried to the thread that asked for the work."""
+        """Run a thread's work; pass an exception on to the thread that consumes `outcomes`."""
         try:
             target(*given)
         except BaseException as error:  # noqa: BLE001 - raised again where it belongs
@@ -269,7 +269,7 @@ class _Run:
                 queues.empty.put(place)
                 queues.packed.put((work, result, writes, slot))
         except BaseException:
-            self._stopped = True  # before the buffers are empty, or the reader would go on
+            self._stopped = True  # before `empty_all` frees the buffers, or readers would go on
             raise
         finally:
             queues.empty_all()
@@ -292,8 +292,8 @@ class _Run:
                 self._complete(work, result)
         finally:
             with self._counting:
-                self._running -= 1
-                if self._running == 0:
+                self._writers_left -= 1
+                if self._writers_left == 0:
                     self._written.put(None)
 
     def _next(self) -> WorkItem | None:
@@ -411,9 +411,9 @@ class WorkerQueues:
     Attributes:
         buffers: the worker's buffers.
         helpers: threads that read for it, and as many that write.
-        empty: which of the input buffers may be read into.
+        empty: numbers of the input buffers that may be read into.
         fetched: items to work on, with what was read and its buffer; None from each reader when no more will come.
-        free: which of the output buffers may be filled.
+        free: numbers of the output buffers that may be filled.
         packed: items to write, with their results and buffers; None for each writer when no more will come.
     """
 

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 #: Errors after which the same command cannot succeed, so that finished units are of no use.
 _FINAL = ("source.", "usage.", "bug.", "answer.lossy", "answer.not-exact", "answer.zero-points")
-#: Errors among those that may pass.
+#: Errors among these that may be gone at the next attempt.
 _PASSING = (
     "source.gated",
     "source.network",
@@ -69,14 +69,13 @@ _LEAVE_SECONDS = 10.0
 class WorkFolder:
     """Output folder of a job: `<DST>.moeq-partial` until `publish`, then DST.
 
-    As a context manager it makes the folder, refuses one that is another job's or somebody else's, and opens this
-    process's journal. Several processes may be inside at once, each with a shard of its own; none removes what another
-    has written.
+    As a context manager it creates the folder, refuses one of another job or another user, and opens this process's
+    journal. Several processes may be inside at once, each with a shard of its own; none removes files of another.
 
     Attributes:
         path: the folder to write to.
-        files: the same, opened; while the context is entered.
-        journals: what the journals told when the folder was entered.
+        files: the folder `path`, opened; only inside the context.
+        journals: contents of all journals when the folder was entered.
 
     Args:
         destination: final folder.
@@ -111,7 +110,7 @@ class WorkFolder:
         return _entered(self._files)
 
     def check(self, *sources: Path) -> None:
-        """Refuse a destination whose data would be lost, and one that is, holds or is in a source that is read.
+        """Refuse a destination whose data would be lost, and one that is a source, contains one or lies in one.
 
         Raises MoeqError `usage.no-parent`, `usage.destination-name`, `usage.destination-is-source`,
         `usage.destination-exists`, `usage.foreign-folder`, `usage.foreign-files`; `environment.write`.
@@ -119,7 +118,7 @@ class WorkFolder:
         destination = self.destination
         old = destination.name + OLD_SUFFIX
         missing = _missing_parent(destination)
-        if missing is None or missing.code == "usage.no-parent":  # a folder in the source is not one to create
+        if missing is None or missing.code == "usage.no-parent":  # never advise to create a folder in the source
             require_apart(sources, (destination, self.path, destination.with_name(old)))
         if missing is not None:
             raise missing
@@ -170,7 +169,7 @@ class WorkFolder:
                 self._enter()
         except BaseException:
             if self._parent is not None:
-                with suppress(OSError):  # only an empty folder goes
+                with suppress(OSError):  # rmdir removes only an empty folder
                     os.rmdir(self.path.name, dir_fd=self._parent.fd)
             self._close()
             raise
@@ -199,7 +198,7 @@ class WorkFolder:
         try:
             require_lock(self.files.fd, self.path)
         except MoeqError:
-            require_lock(self.files.fd, self.path, exclusive=False)  # asking for more has given up what there was
+            require_lock(self.files.fd, self.path, exclusive=False)  # the failed request gave up the shared lock
             raise
         for name in journal_files(self.files):
             if self._journal is not None and name == self._journal.name:
@@ -213,7 +212,7 @@ class WorkFolder:
         """Keep finished units if the same command can continue with them; otherwise a failed run leaves nothing."""
         try:
             if error is not None and self._files is not None and self._parent is not None:
-                with suppress(OSError, MoeqError):  # what made the run fail counts
+                with suppress(OSError, MoeqError):  # the error that ended the run matters more
                     self._clean_up(error, self._parent, self._files)
         finally:
             self._close()
@@ -241,7 +240,7 @@ class WorkFolder:
         self._journal = self._files = self._parent = None
 
     def work(self, name: str) -> Path:
-        """Return a path for what this process keeps and never publishes. It is not created, and survives interruptions.
+        """Return a path for a file that this process keeps over interruptions and never publishes; create nothing.
 
         Raises MoeqError `environment.planted` if a link has that name.
         """
@@ -268,8 +267,8 @@ class WorkFolder:
     def publish(self) -> None:
         """Give the finished folder its name. With `force` the old one is removed only after the new one stands.
 
-        The journals are put beside the folder before and removed after that, so that wherever this is killed, either
-        DST stands or the next run knows what is finished, and what the old folder was.
+        Journals are moved beside the folder before the rename and removed after it. Wherever the process is killed,
+        either DST stands or the next run knows which units are finished and which folder was to be replaced.
 
         Raises MoeqError `usage.running` if another process does not leave; `usage.foreign-files`,
         `usage.destination-exists` if somebody has put something there meanwhile; `environment.write`,
@@ -305,7 +304,7 @@ class WorkFolder:
                 time.sleep(0.05)
 
     def _about_to_replace(self, parent: OutputFolder) -> Replaced | None:
-        """Record the folder that is at the destination; None if there is none, or an empty one."""
+        """Record the folder at the destination in the journal and return its record; None if it is missing or empty."""
         if parent.status(self.destination.name) is None:
             return None
         with OutputFolder(self.destination, parent.fd) as found:
@@ -335,7 +334,7 @@ def _is_recorded(info: os.stat_result | None, replaced: Replaced) -> bool:
 
 
 def _locked(parent: OutputFolder, name: str) -> OutputFolder:
-    """Open the work folder, made if it is missing, under a lock that is shared with others who work in it."""
+    """Open the work folder, created if it is missing, and take the lock that all its processes share."""
     while True:
         fresh = parent.make(name)
         files = require_ours(parent, name, fresh=fresh)
@@ -365,8 +364,8 @@ def _beside(parent: OutputFolder, work: str) -> list[str]:
 def tidy(parent: OutputFolder, destination: Path) -> None:
     """Remove what a run left beside a destination when it was killed right after the final rename.
 
-    Several processes may do so at once: each leaves out what another has removed already. There is no work folder in
-    `parent`, the folder that the destination is in.
+    Several processes may do so at once: each leaves out what another has removed already. `parent` is the folder that
+    the destination is in; it must hold no work folder.
     """
     for name in _beside(parent, partial_of(destination).name):
         with suppress(FileNotFoundError):
@@ -377,7 +376,7 @@ def tidy(parent: OutputFolder, destination: Path) -> None:
 
 
 def _remove_replaced(parent: OutputFolder, destination: Path, replaced: Replaced | None) -> None:
-    """Remove the files of a folder that was replaced; the folder as well, unless there is more in it."""
+    """Remove the files of a folder that was replaced, and the folder unless it holds other files."""
     old = destination.name + OLD_SUFFIX
     if replaced is None or not _is_recorded(parent.status(old), replaced):
         return
@@ -388,7 +387,7 @@ def _remove_replaced(parent: OutputFolder, destination: Path, replaced: Replaced
 
 
 def take_back_journals(parent: OutputFolder, files: OutputFolder) -> None:
-    """Put journals that lie beside a work folder into it again. Several processes may do so at once."""
+    """Move journals that lie beside a work folder back into it. Several processes may do so at once."""
     work = files.path.name
     for journal in _beside(parent, work):
         with suppress(FileNotFoundError):

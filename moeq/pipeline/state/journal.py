@@ -2,11 +2,11 @@
 
 Every process that records units has a journal of its own: `moeq-journal.jsonl`, or `moeq-journal.<shard>.jsonl` for one
 of several shards of the work. Its first line names the job, with the state of the source; a folder's finished units are
-those of all its journals together. A last line that was torn (no newline) is as if it had not been written.
+those of all its journals together. A torn last line (without a newline) is ignored.
 
-Every line ends with a seal, the BLAKE3 of the first line's seal and of itself: a line that was damaged, edited or taken
-from elsewhere counts for nothing, and its unit is done again. A seal is no signature: whoever may write to the folder
-can make one.
+Every line ends with a seal, the BLAKE3 of the first line's seal and of the line: a line that was damaged, edited or
+taken from another journal is ignored, and its unit is done again. A seal is no signature: anyone who may write to the
+folder can make one.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class JobStamp:
     job: str  #: digest of the plan
     source: str = ""  #: the source's name as it was given
     identity: str = ""  #: the source's identity (`Source.identity`)
-    #: Its weight files with what tells them from others (`moeq.pipeline.state.stamps.source_stamps`).
+    #: The source's weight files with sizes, times and ids (`moeq.pipeline.state.stamps.source_stamps`).
     files: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    sample: str = ""  #: digest of some of its data (`moeq.pipeline.state.stamps.source_sample`)
+    sample: str = ""  #: digest of some of the source's data (`moeq.pipeline.state.stamps.source_sample`)
     version: str = ""  #: moeq's version
-    request: Mapping[str, Any] = field(default_factory=dict)  #: what was asked for (`JobRequest.to_json`)
+    request: Mapping[str, Any] = field(default_factory=dict)  #: source and options (`JobRequest.to_json`)
     place: str | None = None  #: absolute path of a local source; None for a repository
-    #: Names of all files that the job writes. What a folder holds beside them is not moeq's.
+    #: Names of all files that the job writes. Other files in its folder are not moeq's.
     outputs: tuple[str, ...] = ()
 
     def saw_same_source(self, other: JobStamp) -> bool:
@@ -61,7 +61,7 @@ class JobStamp:
 class Replaced:
     """A folder of moeq's that another is about to replace, recorded before anything happens to it."""
 
-    device: int  #: number of its file system
+    device: int  #: number of the folder's file system
     inode: int  #: inode of the folder
     files: tuple[str, ...]  #: the files of which it consists
 
@@ -70,13 +70,13 @@ class Replaced:
 class Journals:
     """All journals of a folder."""
 
-    #: Journal file name to what it belongs to, for those whose first line is whole.
+    #: Journal file name to its stamp, for journals whose first line is whole.
     stamps: Mapping[str, JobStamp] = field(default_factory=dict)
-    #: Unit id to its record; units that journals contradict each other about are not in here.
+    #: Unit id to its record; units with contradictory records are left out.
     records: Mapping[str, UnitRecord] = field(default_factory=dict)
     #: Unit id to the names of journals whose records of it differ.
     contradictions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Unit id to the names of the journals that have it.
+    #: Unit id to the names of the journals that record it.
     homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replaced: Replaced | None = None  #: the folder that this one was about to replace, if there was one
     #: Names of journals whose first line is damaged and could not be told from their seal.
@@ -109,7 +109,7 @@ def journal_files(folder: OutputFolder) -> list[str]:
 def read_journals(
     folder: OutputFolder, names: Sequence[str] | None = None, expected: JobStamp | None = None
 ) -> Journals:
-    """Read journals. What cannot be understood is left out: such units are done again.
+    """Read journals. Lines that cannot be understood are left out: their units are done again.
 
     Args:
         names: names of the journals; None: all journals of the folder.
@@ -174,9 +174,9 @@ def differences(there: JobStamp, here: JobStamp) -> list[str]:
         found.append(f"source {there.source} there, {here.source} here")
     if there.version != here.version:
         found.append(f"moeq {there.version} there, {here.version} here")
-    asked, asking = _flat(there.request), _flat(here.request)
-    keys = [key for key in dict.fromkeys((*asked, *asking)) if asked.get(key) != asking.get(key)]
-    found += [f"{key} {asked.get(key)!r} there, {asking.get(key)!r} here" for key in keys]
+    old, new = _flat(there.request), _flat(here.request)
+    keys = [key for key in dict.fromkeys((*old, *new)) if old.get(key) != new.get(key)]
+    found += [f"{key} {old.get(key)!r} there, {new.get(key)!r} here" for key in keys]
     if not found and there.job != here.job:
         found.append(f"plan {there.job[:16]} there, {here.job[:16]} here")
     return found
@@ -196,8 +196,8 @@ def _flat(request: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def require_unchanged(then: JobStamp, now: JobStamp, where: Path) -> None:
     """Refuse to go on if the source has changed. Raises MoeqError `source.changed`.
 
-    Files that only look like others (moved, or copied to another place) are not refused here: what was made of them is
-    made again and compared (`Journals.of_other_files`).
+    Files that were only moved or copied are not refused here: units that were made of them are made again and compared
+    (`Journals.of_other_files`).
     """
     if then.identity != now.identity:
         raise changed(where, now.source, "its config or its tensors are not what they were")
@@ -224,7 +224,7 @@ _COPIES = "; if these are copies on several machines, give their files equal tim
 
 
 def changed(where: Path, source: str, detail: str, more: str = "") -> MoeqError:
-    """Make the error for a source that is not what finished units were made of."""
+    """Make the error for a source that has changed since finished units were made of it."""
     return MoeqError(
         "source.changed",
         f"{source} has changed since {where} was begun: {detail}",
@@ -254,7 +254,7 @@ class Journal:
             raise
 
     def _whole_lines(self, stamp: JobStamp) -> int:
-        """Mend a damaged first line, cut off a torn last one, begin an empty journal with the stamp. Return the end."""
+        """Mend a damaged first line, cut off a torn last one, begin an empty journal; return the size in bytes."""
         found = bytearray(os.fstat(self._fd).st_size)
         content = bytes(found[: read_at(self._fd, memoryview(found), 0)])
         whole = content[: content.rfind(b"\n") + 1]
@@ -273,7 +273,7 @@ class Journal:
         return len(whole)
 
     def add(self, records: Iterable[UnitRecord]) -> None:
-        """Record finished units; on disk when this returns. Raises MoeqError `resources.disk-full`."""
+        """Record finished units on disk, synced. Raises MoeqError `resources.disk-full`."""
         self._append(b"".join(_sealed(record.to_json(), self._seal) for record in records))
 
     def add_replaced(self, replaced: Replaced) -> None:

@@ -14,14 +14,14 @@ from moeq.checkpoint.paths import safe_names
 from moeq.errors import MoeqError, listed
 from moeq.pipeline.state.journal import Journals, is_journal
 
-#: Prefix of files that are there only for the work and are never published.
+#: Prefix of work files, which are never published.
 WORK_PREFIX = "moeq-work."
 
 
 def require_apart(sources: Iterable[Path], folders: Iterable[Path]) -> None:
-    """Refuse folders of which one is, or holds, another: by any path, link or mount that leads to it.
+    """Refuse output folders that are a source, hold one or lie in one, by any path, link or mount.
 
-    The `folders` will be written to and need not exist yet. Raises MoeqError `usage.destination-is-source`.
+    The output `folders` need not exist yet. Raises MoeqError `usage.destination-is-source`.
     """
     read = [(source, _above(source)) for source in sources]
     for folder in folders:
@@ -35,7 +35,7 @@ def require_apart(sources: Iterable[Path], folders: Iterable[Path]) -> None:
 
 
 def _above(path: Path) -> list[tuple[int, int] | None]:
-    """List device and inode of a folder and of all above it; None for folders that do not exist yet."""
+    """List (device, inode) of a folder and of all folders above it; None for folders that do not exist yet."""
     real = Path(os.path.realpath(path))
     return [_identity(one) for one in (real, *real.parents)]
 
@@ -51,7 +51,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def finished_files(folder: Path, marker: str) -> set[str]:
     """Return the files of a finished output of moeq, as the marker lists them.
 
-    Raises MoeqError `source.*` if the folder is no such thing.
+    Raises MoeqError `source.*` if the folder is no finished output.
     """
     files = read_object(folder / marker, marker, MAX_MANIFEST_BYTES, "source.bad-manifest").get("files")
     if not isinstance(files, (dict, list)) or not files:
@@ -60,14 +60,14 @@ def finished_files(folder: Path, marker: str) -> set[str]:
 
 
 def is_work(name: str) -> bool:
-    """Return whether a name in a work folder is that of a file that is there only for the work."""
+    """Return whether a name in a work folder is that of a journal or another work file."""
     return is_journal(name) or name.startswith(WORK_PREFIX)
 
 
 def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str, *, work: bool = True) -> None:
-    """Refuse a folder that holds other files than these, and than journals and other work if it may hold `work`.
+    """Refuse a folder that holds other files than `files` and, if it may hold `work`, journals and work files.
 
-    Raises MoeqError `usage.foreign-files`, with their names and `what` the folder is.
+    Raises MoeqError `usage.foreign-files` with the names; `what` completes a sentence about the folder.
     """
     found = [name for name in folder.names() if name not in files and not (work and is_work(name))]
     if found:
@@ -80,10 +80,10 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
 
 
 def require_ours(parent: OutputFolder, name: str, *, fresh: bool) -> OutputFolder:
-    """Open a work folder, unless it is a link, not a folder, or somebody else's.
+    """Open a work folder; refuse a link, a file, and another user's folder.
 
-    `fresh`: this process has just made it. Raises MoeqError `usage.foreign-folder`, `environment.write`; OSError if it
-    cannot be opened.
+    `fresh`: this process has just created it. Raises MoeqError `usage.foreign-folder`, `environment.write`; OSError if
+    it cannot be opened.
     """
     info, path = parent.status(name), parent.path / name
     if info is None or not stat.S_ISDIR(info.st_mode):
@@ -100,7 +100,7 @@ def require_ours(parent: OutputFolder, name: str, *, fresh: bool) -> OutputFolde
 
 
 def require_own_file(folder: OutputFolder, name: str) -> None:
-    """Refuse a link, and a file of another user: they may put theirs where many may write.
+    """Refuse a link, and a file of another user, who may have put it into a folder that many may write to.
 
     Raises MoeqError `usage.foreign-folder`.
     """
@@ -114,7 +114,7 @@ def _is_us(folder: OutputFolder, owner: int) -> bool:
 
 
 def require_journals(folder: OutputFolder, journals: Journals) -> None:
-    """Refuse a folder that holds anything but work of moeq's, file by file.
+    """Refuse a folder that holds any file that is not moeq's unfinished work.
 
     Raises MoeqError `usage.foreign-folder`, `usage.foreign-files`.
     """
@@ -124,12 +124,12 @@ def require_journals(folder: OutputFolder, journals: Journals) -> None:
     elif journals.damaged:
         raise damaged_journal(folder.path, journals.damaged[0])
     elif any(not is_journal(name) for name in folder.names()):
-        # A journal is on disk before any other file is made.
+        # Moeq syncs a journal to disk before it creates any other file.
         raise _foreign(folder.path, "holds files, and no journal of moeq's that tells of them")
 
 
 def damaged_journal(folder: Path, name: str) -> MoeqError:
-    """Make the error for a journal that no longer says which job it belongs to."""
+    """Return the error for a journal whose first line, which names its job, is damaged."""
     return MoeqError(
         "usage.unreadable-journal",
         f"the first line of {folder / name} is damaged: nothing says which job the files there belong to",
@@ -138,13 +138,13 @@ def damaged_journal(folder: Path, name: str) -> MoeqError:
 
 
 def remove_files(folder: OutputFolder, files: Iterable[str]) -> None:
-    """Remove files of moeq's, the manifest last: until then the rest can be recognised. Raises OSError."""
+    """Remove files of moeq's, the manifest last, so that the rest can be recognised until then. Raises OSError."""
     for name in sorted(files, key=lambda name: name == MANIFEST_NAME):
         folder.remove(name)
 
 
 def remove_work(folder: OutputFolder) -> None:
-    """Remove what is there only for the work, but journals. Raises OSError."""
+    """Remove all work files except journals. Raises OSError."""
     for name in {name.split("/")[0] for name in folder.names() if name.startswith(WORK_PREFIX)}:
         folder.remove_folder(name)
 

@@ -47,10 +47,10 @@ from moeq.version import __version__
 
 
 def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], signer: Signer | None = None) -> Manifest:
-    """Write everything but the weights, `moeq.json` last, and publish the folder. Executes nothing.
+    """Write all files except the weights, with `moeq.json` last, publish the folder, and return the manifest.
 
-    Raises MoeqError `answer.units-missing` if records are missing or are not of these units, by name; `source.changed`
-    if the source was written to meanwhile; `resources.disk-full`.
+    No unit is executed. Raises MoeqError `answer.units-missing` with the units whose records are missing or do not fit;
+    `source.changed` if the source was written to meanwhile; `resources.disk-full`.
     """
     require_complete(job.plan, records, "convert")
     require_untouched(folder.stamp, job_stamp(job), folder.path)
@@ -83,13 +83,13 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
     if signer is not None:
         files.write_file(SIGNATURE_NAME, signer.sign(files.read_file(MANIFEST_NAME)))
     else:
-        files.remove(SIGNATURE_NAME)  # of an earlier try
+        files.remove(SIGNATURE_NAME)  # left by an earlier attempt
     folder.publish()
     return manifest
 
 
 def _read_kept_scales(checkpoint: Checkpoint, files: OutputFolder) -> None:
-    """Read the activation scales from the restore data, if they were not read in the source: a Hub may be far away."""
+    """Read activation scales that were not read yet from the restore data, since a source on the Hub is slow."""
     with closing_fd(files.open(RESTORE_DATA_NAME, os.O_RDONLY)) as fd:
         size = os.fstat(fd).st_size
         kept = parse_header(raw_header(fd, RESTORE_DATA_NAME)[8:], RESTORE_DATA_NAME, size).tensors
@@ -105,7 +105,10 @@ def sign_folder(folder: Path, signer: Signer) -> None:
 
 
 def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> None:
-    """Refuse to go on without all units; `what`: what the others are not. Raises MoeqError `answer.units-missing`."""
+    """Refuse to go on unless `have` holds all units. Raises MoeqError `answer.units-missing`.
+
+    `what` completes the sentence about the missing units, such as `are not finished`.
+    """
     missing = [unit.id for unit in plan.units if unit.id not in have]
     if missing:
         detail = f"{len(missing)} of {len(plan.units)} units {what}: {listed(missing)}"
@@ -119,7 +122,7 @@ def require_complete(plan: Plan, records: Mapping[str, UnitRecord], command: str
 
 
 def layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord]) -> LayerEntry:
-    """Make the manifest's entry of a layer: digests of all its experts, in order, whichever units they are from."""
+    """Make the manifest's entry of a layer, with the digests of all its experts in order, from whichever units."""
     units = [unit for unit in plan.units if isinstance(unit, PackUnit) and unit.layer == layer.entry.layer]
     digests: dict[Projection, list[str]] = {}
     for unit in sorted(units, key=lambda unit: (unit.role == "w2", unit.experts.start)):
@@ -130,7 +133,7 @@ def layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord])
 
 
 def sync_files(folder: OutputFolder, plan: Plan) -> None:
-    """Bring weight files to disk: their units are there already, a header that was written again may not be.
+    """Sync weight files to disk: units were synced before, but a header that was rewritten may not be.
 
     Raises MoeqError `environment.write`, `resources.disk-full`.
     """
@@ -140,7 +143,7 @@ def sync_files(folder: OutputFolder, plan: Plan) -> None:
 
 
 def tensors_of(plan: Plan, records: Mapping[str, UnitRecord]) -> dict[str, TensorDigest]:
-    """Collect the digest of every tensor of a plan; tensors without bytes are in no unit."""
+    """Collect the digest of every tensor of a plan; a tensor without bytes, which no unit has, gets an empty one."""
     empty = TensorDigest(CHUNK_BYTES, blake3().hexdigest())
     found = {name: digest for unit in plan.units for name, digest in records[unit.id].tensors.items()}
     return {name: found.get(name, empty) for file in plan.files for name in file.tensors}
@@ -149,7 +152,7 @@ def tensors_of(plan: Plan, records: Mapping[str, UnitRecord]) -> dict[str, Tenso
 def copy_side_files(
     source: Source, side_files: SideFiles, folder: OutputFolder, leave_out: Container[str] = ()
 ) -> None:
-    """Write the files of a source that hold no weights, but for those that have another in their place.
+    """Write the side files of a source, except those that the output replaces (`leave_out`).
 
     Raises MoeqError `resources.disk-full`, `environment.write`, `source.*`.
     """
@@ -163,7 +166,7 @@ def copy_side_files(
 
 
 def _file_digests(job: Job, records: Mapping[str, UnitRecord], folder: OutputFolder) -> dict[str, FileDigest]:
-    """Return digests of every file except the manifest: weights from the records of units, other files are read."""
+    """Return the digest of every file except the manifest, of weights from records and of others by reading them."""
     plan = job.plan
     tensors, found = tensors_of(plan, records), dict[str, FileDigest]()
     for file in plan.files:
@@ -184,8 +187,8 @@ def index_of(plan: Plan) -> dict[str, Any]:
 def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
     """Make `config.json`: the source's, with its quantisation config kept inside the new one.
 
-    Other copies of it (in the language model's sub-config, say) are dropped: an engine that finds one would read
-    packed experts by it. Plain transformers stops at the experts implementation, which it does not know.
+    Copies of the quantisation config elsewhere (in the language model's sub-config, say) are dropped: an engine would
+    misread packed experts by them. Plain transformers refuses the experts implementation, whose name it does not know.
     """
     original = checkpoint.quantization_config
     config = checkpoint.source.config

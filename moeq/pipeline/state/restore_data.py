@@ -1,12 +1,12 @@
 """Restore data: what is needed to rebuild the source, kept beside a conversion in `moeq-restore.data`.
 
-The weights themselves are in the packed tensors. What they do not tell is kept verbatim: the header of every source
-file (names, order, offsets, metadata), the config and index that conversion replaces, and each expert tensor that
-cannot be rebuilt bit for bit from the logical matrix (found by rebuilding and comparing while converting). The file is
-in safetensors form under another extension, so that no loader takes it for weights:
+The weights themselves are in the packed tensors. Everything else is kept verbatim: the header of every source file
+(names, order, offsets, metadata), the config and index that conversion replaces, and each expert tensor that cannot be
+rebuilt bit for bit from the logical matrix (found by rebuilding and comparing while converting). The file is in
+safetensors form under another extension, so that no loader takes it for weights:
 
     header/<file>         U8, the first bytes of a source file, up to its data
-    text/<file>           U8, a file in whose place the conversion has another, or none
+    text/<file>           U8, a file that the conversion replaces or leaves out
     tensor/<name>         an expert tensor of the source
     stray/<file>/<name>   a tensor that the index assigns to another file, or to none
 """
@@ -41,16 +41,16 @@ _METADATA = {"format": "moeq-restore/1"}
 
 _CHUNK = 16 * 2**20
 
-#: Most bytes of headers, configs and indices of one checkpoint; the largest published one needs about 250 MB.
+#: Largest sum of bytes of headers, configs and indices; the largest published checkpoint needs about 250 MB.
 _MAX_KEPT_BYTES = 1 << 30
 
 
 def unrestorable(
     checkpoint: Checkpoint, layer: int, expert: int, role: StackedRole, matrix: QuantizedMatrix, *, exact: bool
 ) -> set[str]:
-    """Name the source tensors of one matrix that cannot be rebuilt from it bit for bit.
+    """Return the names of the source tensors of one matrix that cannot be rebuilt from it bit for bit.
 
-    If it is `exact` the source's, parts that decode by a bijection need no comparison.
+    `exact`: the matrix is exactly the source's, so that parts that decode by a bijection need no comparison.
     """
     source, found = checkpoint.source, set()
     for part in stored_parts(checkpoint.experts(layer), expert, role, matrix, rebuild_certain=not exact):
@@ -107,7 +107,7 @@ def restore_entry(source: Source, side_files: SideFiles, kept: Iterable[str]) ->
 def restore_contents(
     checkpoint: Checkpoint, side_files: SideFiles, kept: Iterable[str]
 ) -> dict[str, bytes | TensorEntry]:
-    """Map names in `moeq-restore.data`, in order, to their bytes or to the tensor of the source that is copied."""
+    """Return the contents of `moeq-restore.data` by name, in order: bytes, or the source tensor that is copied."""
     source = checkpoint.source
     headers = {file.name: _raw_header(source, file) for file in source.files}
     found: dict[str, bytes | TensorEntry] = {f"header/{name}": raw for name, raw in headers.items()}
@@ -130,10 +130,10 @@ class RestoreData:
     """`moeq-restore.data` of a conversion, opened. It is untrusted: every name in it is checked.
 
     Attributes:
-        headers: parsed header of every source file.
-        raw_headers: the same as bytes, from the first byte of the file to its data.
-        texts: files that the conversion has in another form, or not, by name.
-        copied: names of files that are in the conversion as they were in the source.
+        headers: parsed header of every source file, by file name.
+        raw_headers: bytes of every source file from its first byte to its data, by file name.
+        texts: content of files that the conversion replaced or left out, by file name.
+        copied: names of files that the conversion holds unchanged.
 
     Raises MoeqError `source.no-keepsake` if the file is missing, `source.bad-header` if it is damaged,
     `source.unsafe-path` and `source.reserved-name` for names that cannot be restored, `source.too-large`.
@@ -154,7 +154,7 @@ class RestoreData:
         self.copied = tuple(name for name in entry.copied if name not in self.texts)
         written = safe_names((*self.raw_headers, *self.texts, *self.copied), path.name)
         if len(set(written)) < len(written):
-            raise MoeqError("source.bad-manifest", f"{path.name}: a file is there as weights and as something else")
+            raise MoeqError("source.bad-manifest", f"{path.name} names a file as weights and as something else")
         self.headers = {name: _parse(raw, name) for name, raw in self.raw_headers.items()}
 
     def __contains__(self, name: str) -> bool:
@@ -198,7 +198,7 @@ class RestoreData:
         return open_regular(self.path, self.path.name), entry.start
 
     def _gather(self, prefix: str, limit: Callable[[str], int]) -> dict[str, bytes]:
-        """Read everything that is kept under names with a prefix."""
+        """Read all kept tensors whose names have a prefix; return their bytes by the rest of the name."""
         found: dict[str, bytes] = {}
         for key, entry in self._file.tensors.items():
             if not key.startswith(prefix):
@@ -219,10 +219,10 @@ def restore_data_of(converted: ConvertedCheckpoint) -> RestoreData:
 
 
 def _parse(raw: bytes, name: str) -> Header:
-    """Parse the header of a source file, whose size is what the header itself accounts for."""
+    """Parse the header of a source file; the size of the file is computed from the header itself."""
     where = f"{RESTORE_DATA_NAME}: header of {name}"
     if header_length(raw[:64], where, len(raw)) != len(raw) - 8:
-        raise MoeqError("source.bad-header", f"{where}: has other bytes after it")
+        raise MoeqError("source.bad-header", f"{where} has other bytes after it")
     return parse_header(raw[8:], name, len(raw) + _data_size(raw, name))
 
 
@@ -234,7 +234,7 @@ class _Offsets:
 
 
 def _data_size(raw: bytes, file: str) -> int:
-    """Return bytes of data behind a header, as the header itself says. Raises MoeqError `source.bad-header`."""
+    """Return how many bytes of data follow a header, by its own offsets. Raises MoeqError `source.bad-header`."""
     table = parse_object(raw[8:], f"{RESTORE_DATA_NAME}: header of {file}", "source.bad-header", floats=False)
     table.pop("__metadata__", None)
     entries = read_as(dict[str, _Offsets], table, f"{RESTORE_DATA_NAME}: header of {file}", "source.bad-header")

@@ -38,7 +38,7 @@ _SAMPLED_BLOCKS, _SAMPLED_BYTES = 256, 4096
 
 
 def job_stamp(job: Job) -> JobStamp:
-    """Make the stamp of a conversion. A repository is named with its commit, whatever was asked for."""
+    """Make the stamp of a conversion. A repository is named with its commit, even if the request names a branch."""
     return work_stamp(job, replace(job.request, revision=job.checkpoint.source.revision).to_json(), job.outputs)
 
 
@@ -73,10 +73,10 @@ def _is_folder(source: Source) -> TypeGuard[LocalSource]:
 
 
 def source_stamps(source: Source) -> Mapping[str, tuple[int, ...]]:
-    """Return size, mtime, ctime (ns) and inode of every weight file of a local folder.
+    """Return (size, mtime in ns, ctime in ns, inode) of every weight file of a local folder, by file name.
 
-    They are equal only for the same files, never written to since: nobody can set the time of a change of status.
-    Empty for a commit of a repository, whose name says it all.
+    Two stamps are equal only for the same files without a write in between, since no program can set a ctime. The
+    mapping is empty for a commit of a repository, whose name identifies its content.
     """
     if not _is_folder(source):
         return {}
@@ -85,10 +85,10 @@ def source_stamps(source: Source) -> Mapping[str, tuple[int, ...]]:
 
 
 def source_sample(source: Source) -> str:
-    """Hash evenly spaced blocks of a local folder's weights, and the last block of every file.
+    """Return the digest of evenly spaced blocks of a local folder's weights, and of the last block of every file.
 
-    Config and headers are the same for two fine-tunes of one model. The sample tells apart those that differ all over;
-    a change of a few tensors may lie between the blocks, and only `verify --source` finds it. The text is empty for a
+    Two fine-tunes of one model have the same config and headers. The sample tells them apart if most weights differ; a
+    change of a few tensors may lie between the blocks, and only `verify --source` finds it. The text is empty for a
     commit of a repository.
     """
     if not _is_folder(source):
@@ -127,7 +127,7 @@ def check_destination(job: Job, folder: WorkFolder) -> Manifest | None:
 
 
 def request_of(manifest: Manifest) -> JobRequest | None:
-    """Return what a conversion was asked for; None where the version that wrote it did not record it.
+    """Return the request that a conversion was made for; None where its version of moeq recorded none.
 
     Raises MoeqError `source.bad-manifest`.
     """
@@ -162,7 +162,7 @@ def _differences(job: Job, folder: WorkFolder, manifest: Manifest) -> Iterator[s
     )
     found = differences(there, stamp)
     other_gpu = any(text.startswith("deployment.gpu.name ") for text in found)
-    # Another GPU says all by its name.
+    # If the GPU is another, its name is enough.
     yield from (text for text in found if not other_gpu or not re.match(r"deployment\.gpu\.(?!name )", text))
     if source.identity == stamp.identity and manifest.job.sample != stamp.sample:
         yield "the source's weights are not what they were"
@@ -170,7 +170,7 @@ def _differences(job: Job, folder: WorkFolder, manifest: Manifest) -> Iterator[s
 
 
 def _changed_files(job: Job, destination: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield the files of a conversion that are not as recorded, and side files of a local source that changed."""
+    """Yield sentences about files that are not as the manifest records them, and about changed side files."""
     files = manifest.files or {}
     for name, digest in files.items():
         if _size(destination / name) != digest.bytes:

@@ -1,7 +1,7 @@
-"""Scales that a layout stores as other numbers: how they get that form, and how they are taken out of it again.
+"""Codecs of scales that a layout stores as other numbers: from logical numbers to stored ones, and back.
 
-`exact` says whether all of some scales come back as they were. Where they would not, the reference path refuses them
-or, if losses are allowed, packs them; a codec that only rounds numbers then does that itself (`rounded`).
+`exact` says whether all given scales come back unchanged. If not, the reference path refuses them or, if losses are
+allowed, packs them; a codec that only rounds numbers packs them on the fast path too (`rounded`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Codec(ABC):
         return True
 
     def rounded(self, logical: Array) -> Array | None:
-        """Return what `narrow` gives back of rounded numbers; None if they cannot be stored."""
+        """Return the logical numbers that come back after rounding; None if they cannot be stored."""
         return None
 
     def stores(self, logical: Array, stored: Array) -> bool | None:
@@ -60,7 +60,7 @@ class Codec(ABC):
 
 
 class Rounding(Codec):
-    """A codec that rounds floats. Subclasses set the stored dtype, and the bits that say infinity or NaN."""
+    """A codec that rounds floats. Subclasses set the stored dtype, and the bits that mark infinity and NaN."""
 
     stored: ClassVar[str]
     infinite: ClassVar[int]
@@ -135,7 +135,7 @@ class AsFloat32(Rounding):
 
 
 class Exponents(Codec):
-    """Stores E8M0 as the float32 with these exponent bits."""
+    """Stores E8M0 as the float32 with the same exponent bits."""
 
     def widen(self, logical: Array, out: Array) -> None:
         np.left_shift(logical, 23, out=out, dtype=np.uint32)
@@ -145,7 +145,7 @@ class Exponents(Codec):
 
 
 class Fnuz(Codec):
-    """Stores words of E4M3 codes as E4M3FNUZ, which has no negative zero (`ZeroSigns` keeps them)."""
+    """Stores words of E4M3 codes as E4M3FNUZ, which has no negative zeros (`ZeroSigns` keeps their signs)."""
 
     def widen(self, logical: Array, out: Array) -> None:
         without(NEGATIVE_ZERO, logical.view(np.uint8), out.view(np.uint8))
@@ -167,7 +167,7 @@ class ZeroSigns(Codec):
         return are_negative_zeros(logical, stored)
 
     def narrow(self, stored: Array, out: Array) -> None:
-        """Add the signs to codes that are there already."""
+        """Add the signs to the codes that `out` already holds."""
         add_negative_zeros(stored, out)
 
 
@@ -178,7 +178,7 @@ class Shifted(Rounding):
     logical: str  #: dtype of the scales: `f32`, `bf16`, `f16` or `e8m0`
     params: str  #: dtype that is stored: `BF16` or `F16`
     exponent: int  #: the power of two
-    repeats: int = 1  #: consecutive rows that are equal, from each multiple of this number on, in all that is stored
+    repeats: int = 1  #: rows per run of equal rows; stored matrices consist of whole runs
     stored: ClassVar[str] = "u2"
 
     @property
@@ -220,7 +220,7 @@ class Shifted(Rounding):
 
 @lru_cache(maxsize=8)
 def _shifted(logical: str, params: str, exponent: int) -> tuple[Array, Array]:
-    """Return the stored form of every logical number of 8 or 16 bits, and 1 where it comes back as it was."""
+    """Return the stored form of every number of 8 or 16 bits, and a uint8 table: 1 if it comes back unchanged."""
     numbers = np.arange(1 << (8 if logical == "e8m0" else 16), dtype=np.uint16)
     codec, stored, again = Shifted(logical, params, exponent), np.empty(len(numbers), np.uint16), np.empty_like(numbers)
     with np.errstate(invalid="ignore"):
@@ -234,7 +234,7 @@ def _shifted(logical: str, params: str, exponent: int) -> tuple[Array, Array]:
 class MarlinE5M3(Codec):
     """Stores E4M3 as Marlin's bytes for NVFP4 (`moeq.layouts.marlin.nvfp4`)."""
 
-    factor: float  #: what scales are multiplied by
+    factor: float  #: factor by which scales are multiplied
 
     def widen(self, logical: Array, out: Array) -> None:
         look_up(self._stored, logical, out)
@@ -255,9 +255,9 @@ class MarlinE5M3(Codec):
 
     @cached_property
     def _logical(self) -> Array:
-        """E4M3 byte of each stored byte, uint8 `[256]`; 0x7F, which is no number, if no byte is stored so."""
+        """E4M3 byte of each stored byte, uint8 `[256]`; 0x7F (NaN) for bytes that `widen` never stores."""
         halves = (np.arange(256, dtype=np.uint16) << 7).view(np.float16)
-        with np.errstate(invalid="ignore"):  # the last halves are no numbers
+        with np.errstate(invalid="ignore"):  # the last float16 values are NaN
             numbers = halves.astype(np.float32) / np.float32(2.0**7 * self.factor)
         known = {value: byte for byte, value in enumerate(e4m3_values().tolist()) if byte < 0x7F}
         return np.array([known.get(float(value), 0x7F) for value in numbers], np.uint8)
@@ -266,16 +266,16 @@ class MarlinE5M3(Codec):
     def _kept(self) -> Array:
         """Table of E4M3 bytes that come back unchanged, uint8 `[256]`: 1 or 0."""
         kept: Array = (self._logical[self._stored] == np.arange(256)).astype(np.uint8)
-        kept[0x7F:] = 0  # NaN, and everything below zero
+        kept[0x7F:] = 0  # NaN and negative numbers
         return kept
 
 
 def _exponents_only(spec: MatrixSpec, codecs: dict[str, Codec]) -> dict[str, Codec] | None:
-    """Return the codecs if scales are exponents; None leaves other scales to the reference path, which requantises."""
+    """Return the codecs if scales are exponents, else None: the reference path requantises other scales."""
     return codecs if spec.scale_dtype == "e8m0" else None
 
 
-#: Codecs of the parts of layouts that do more than rearrange.
+#: Functions from layout and spec to codecs by part, for layouts that do more than rearrange.
 _CODECS: dict[type[Any], Callable[[Any, MatrixSpec], Mapping[str, Codec] | None]] = {
     MarlinFp8: lambda layout, spec: {"scale": Shifted(spec.scale_dtype, layout.params, layout.exponent)},
     MarlinNVFP4: lambda layout, spec: {"scale": MarlinE5M3(layout.factor)},
@@ -291,7 +291,7 @@ _CODECS: dict[type[Any], Callable[[Any, MatrixSpec], Mapping[str, Codec] | None]
 
 
 def codecs_of(layout: Layout, spec: MatrixSpec) -> Mapping[str, Codec] | None:
-    """Return codecs of the parts that a layout stores in another form; None if only the layout can pack them."""
+    """Return codecs by part for parts that a layout stores in another form; None if only the layout can pack them."""
     if layout.rearranges:
         return {}
     found = (make for kind, make in _CODECS.items() if isinstance(layout, kind))

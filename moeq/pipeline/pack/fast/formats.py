@@ -1,4 +1,4 @@
-"""What a source stores, as views of the logical matrix: no codes are unpacked, and most formats copy nothing.
+"""Views of stored bytes as logical matrices: no codes are unpacked, and most formats copy nothing.
 
 `StoredProjection.read` turns the stored bytes of one projection into matrices of unsigned integers, each with its
 rows along N, in whatever strides they lie:
@@ -14,8 +14,8 @@ Each format says which bytes these are (`moeq.schemes.format.FastView`). A proje
 follows from these matrices, so that the source can be rebuilt from them, and if no value is exceptional; otherwise
 `read` gives None, and the reference path handles it or says what is wrong.
 
-The way back is the same: `blank` gives these matrices to be filled, in the stored bytes themselves wherever those are
-the matrix, and `finish` writes what lies elsewhere.
+The way back is the inverse: `blank` gives these matrices to be filled, as views of the stored bytes where possible,
+and `finish` writes the stored parts that are no views.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StoredProjection:
 
     @cached_property
     def _regions(self) -> dict[str, Region]:
-        """Scratch for what does not lie in the stored bytes as it is."""
+        """Scratch regions for the matrices that are no views of the stored bytes."""
         spec, copied = self.spec, self.view.nibble_of_column is not None or self.view.signed
         sizes = {
             "zeros": 0 if spec.symmetric else spec.n * spec.num_groups,
@@ -163,7 +163,7 @@ class StoredProjection:
         return None if found is None else {"scales": found}
 
     def blank(self, stored: Stored, scratch: Array) -> Fields:
-        """Return the matrices of `read` to be filled; what they hold until then does not matter."""
+        """Return the matrices of `read`, to be filled by the caller; their content is undefined until then."""
         words = self._matrix(stored, "codes", "u4")
         copied = self._copied_codes(words, scratch)
         codes = self._by_rows(words) if copied is None else copied
@@ -185,7 +185,7 @@ class StoredProjection:
         return fields
 
     def finish(self, stored: Stored, scratch: Array) -> None:
-        """Write the parts that `blank` did not give in place, from what its matrices hold now."""
+        """Write the stored parts that are no views, from the matrices that `blank` gave and the caller has filled."""
         words = self._matrix(stored, "codes", "u4")
         copied = self._copied_codes(words, scratch)
         if copied is not None and self.view.nibble_of_column is not None:
@@ -204,17 +204,17 @@ class StoredProjection:
             stored[name].view(_INTEGER[self.sigs[name].dtype])[:] = self.spec.n, self.spec.k
 
     def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
-        """Return parts that do not follow from what was read, and so have to be kept to restore the source."""
+        """Return parts that cannot be rebuilt from what was read, so that a restoration needs them kept."""
         scale, found = self._global_scale, self.others
         has_order = "index" in self.names and self.spec.num_groups > 1 and not self.spec.act_order
         if has_order and not stored[self.names["index"]].any():
-            found = (*found, self.names["index"])  # a placeholder, which finish() would make an order
+            found = (*found, self.names["index"])  # zeros as a placeholder, which finish() would not write back
         if scale is None or not scale.is_lost(stored[self.names["scale2"]], self._scratch("global scale", scratch)):
             return found
         return (*found, self.names["scale2"])
 
     def _sides_are_plain(self, stored: Stored) -> bool:
-        """Return whether stored shape and group index say what the spec says; an index of zeros is a placeholder."""
+        """Return whether stored shape and group index agree with the spec; an index of zeros is a placeholder."""
         if "shape" in self.names and not same(self._plain_shape, stored[self.names["shape"]].reshape(1, -1)):
             return False
         if "index" not in self.names:
@@ -226,7 +226,7 @@ class StoredProjection:
         return same(self._plain_group_index.view(np.uint32)[None], rows) or is_zero(rows)
 
     def _is_order(self, index: Array) -> bool:
-        """Return whether an index gives every group its columns, as `moeq.schemes.gptq.impossible_groups` asks."""
+        """Return whether every group has its full count of columns, as `moeq.schemes.gptq.impossible_groups` asks."""
         if index.min() < 0 or index.max() >= self.spec.num_groups:
             return False
         return np.array_equal(np.bincount(index), np.bincount(self._plain_group_index))
@@ -244,7 +244,7 @@ class StoredProjection:
         return copied
 
     def _copied_codes(self, words: Array, scratch: Array) -> Array | None:
-        """Return scratch for codes that have to be rearranged; None if they lie as the digest takes them."""
+        """Return scratch for codes that have to be rearranged; None if they are stored in the digest's order."""
         spec, region = self.spec, self._regions["codes"]
         if self.view.nibble_of_column is not None:
             return region.array(scratch, (spec.k // 8, spec.n), "u4").T
@@ -289,7 +289,7 @@ class StoredProjection:
 
     @cached_property
     def _symmetric_words(self) -> Array:
-        """What a symmetric matrix stores as zero points, in rows as they are stored."""
+        """Words that a symmetric matrix stores as zero points, uint32, in stored rows."""
         sig = self.sigs[self.names["zeros"]]
         word = (self.spec.symmetric_zero - self._minus) * _ONES[self.spec.bits]
         return np.full((*sig.shape[:1], math.prod(sig.shape[1:])), word, np.uint32)

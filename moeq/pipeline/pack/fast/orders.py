@@ -1,7 +1,7 @@
-"""How elements lie in a packed part: loops from rows of elements to packed bytes and back.
+"""Orders of elements in a packed part: loops from rows of elements to packed bytes and back.
 
-4-bit codes are never taken apart: Marlin's and Hopper's weights are made from words of codes, and any other arrangement
-that keeps an even and an odd code together in a byte is one of bytes.
+4-bit codes are never separated: Marlin's and Hopper's weights are made from words of codes, and any other arrangement
+that keeps an even and the next odd code together in a byte is handled as an arrangement of bytes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from moeq.pipeline.pack.fast.scratch import Array
 class Order(ABC):
     """Order of elements in a packed part."""
 
-    #: Blocks of rows that can be packed by themselves are multiples of this; 0: only all rows at once.
+    #: Blocks of that many rows, or a multiple, can be packed independently; 0: all rows have to be packed at once.
     rows: int = 0
     #: Whether gate and up rows are interleaved instead of gate rows, then up rows.
     interleaved: bool = False
     #: Whether up rows come before gate rows.
     halves_swapped: bool = False
-    #: Whether the packed part is the elements, unchanged.
+    #: Whether the packed part equals the elements.
     in_place: bool = False
     #: Whether `pack` also takes the transpose of a contiguous matrix.
     transposed: bool = False
@@ -40,11 +40,11 @@ class Order(ABC):
 
     @abstractmethod
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
-        """Pack contiguous elements into the bytes of a part, of which they are the rows from `row` on."""
+        """Pack contiguous elements, which are the rows of a part from `row` on, into the bytes of that part."""
 
     @abstractmethod
     def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
-        """Unpack the rows of a part from `row` on into contiguous elements. `spare`: as many bytes of scratch."""
+        """Unpack the rows of a part from `row` on into contiguous elements. `spare`: scratch of the part's size."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class OwnOrder(Order):
 class TransposedOrder(Order):
     """Stores columns as rows."""
 
-    element: str  #: dtype of what is moved
+    element: str  #: dtype of the elements that are moved
 
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         columns = elements.view(self.element).T
@@ -84,7 +84,7 @@ class TransposedOrder(Order):
 
 @dataclass(frozen=True)
 class MarlinOrder(Order):
-    """Order of Marlin's weights for 16-bit activations, or of moeq's, whose words have their bits permuted."""
+    """Order of Marlin's weights for 16-bit activations, or of moeq's weights, whose words have their bits permuted."""
 
     bits: int
     interleaved: bool = False
@@ -118,12 +118,12 @@ class HopperOrder(Order):
 
 @dataclass(frozen=True)
 class ScatterOrder(Order):
-    """Any other arrangement: of bytes of two codes, of codes, or of scales, zero points and biases."""
+    """Any other arrangement of codes, bytes of two codes, scales, zero points or biases."""
 
     arrangement: Arrangement
-    bits: int
-    element: str
-    rewrite: BitPermutation | None = None
+    bits: int  #: bits of an element
+    element: str  #: dtype of an element
+    rewrite: BitPermutation | None = None  #: permutation of bits within packed words, or None
 
     @property
     def needs_spare(self) -> bool:  # type: ignore[override]
@@ -157,7 +157,7 @@ ORDERS: dict[tuple[Arrangement, BitPermutation | None], Order] = {
 
 
 def order_of(part: Part) -> Order | None:
-    """Find the order of a part's elements; None if 4-bit codes would have to be taken apart."""
+    """Return the order of a part's elements; None if the two 4-bit codes of a byte would have to be separated."""
     arrangement = part.arrangement
     if part.field == "codes" and (arrangement, part.rewrite) in ORDERS:
         return ORDERS[arrangement, part.rewrite]

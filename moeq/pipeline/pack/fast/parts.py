@@ -1,9 +1,9 @@
-"""One part of a packed matrix (its weights, scales, zero points or bias): filled from views of the source, and back.
+"""One part of a packed matrix (weights, scales, zero points or bias): packed from views of the source, and unpacked.
 
 A part is a matrix of elements, `[rows, columns]`, zero-filled to the sizes of the layout, in some order
-(`moeq.pipeline.pack.fast.orders`). Where the order allows, it is filled and read a block of rows at a time, so that
-what lies in between stays in the cache and scratch stays small; elements in their own order are copied straight
-into the packed part.
+(`moeq.pipeline.pack.fast.orders`). Where the order allows, it is packed and unpacked a block of rows at a time, so that
+elements stay in the cache and scratch stays small. Elements that are stored row by row are copied straight into the
+packed part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeq.pipeline.pack.fast.codecs import Codec, Shifted, WidenedBf16, WidenedF
 from moeq.pipeline.pack.fast.orders import Order, OwnOrder, order_of
 from moeq.pipeline.pack.fast.scratch import Array, Region
 
-#: Bytes of the rows that are packed at once.
+#: Bytes of elements that are packed at once.
 BLOCK = 1 << 19
 
 #: Views of a field, one per projection of the matrix (gate and up, or one); None if a shard holds zeros instead.
@@ -48,7 +48,7 @@ class RowBlock:
 
     row: int  #: number of the first row
     count: int  #: number of rows
-    rows: tuple[Rows, ...]  #: rows that belong to projections; the others are filling
+    rows: tuple[Rows, ...]  #: rows that belong to projections; the other rows are zero-filled
 
     @cached_property
     def filling(self) -> tuple[slice, ...]:
@@ -67,9 +67,9 @@ class FastPart:
     field: str  #: the logical field that it holds
     order: Order  #: order of its elements
     shape: tuple[int, int]  #: `[rows, columns]` of its elements, zero-filled
-    dtype: str  #: dtype of an element: words of codes, or what a scale, zero point or bias is stored as
+    dtype: str  #: dtype of an element: words of codes, or the stored form of a scale, zero point or bias
     starts: tuple[int, ...]  #: the first row of each projection
-    step: int  #: from one row of a projection to the next
+    step: int  #: distance, in rows, from one row of a projection to its next
     filled: tuple[int, int]  #: rows and columns of each projection that are not zero-filling
     widen: Codec | None = None  #: codec of the stored form, or None if elements are stored as they are
     flip: int = 0  #: pattern of bits that are stored inverted, as a byte
@@ -93,12 +93,12 @@ class FastPart:
 
     @cached_property
     def is_in_place(self) -> bool:
-        """Whether the packed part is the elements, bit for bit."""
+        """Whether the packed part equals the elements, bit for bit."""
         return self.order.in_place and not self.flip
 
     @cached_property
     def block(self) -> int:
-        """Rows that are packed at once."""
+        """Count of rows that are packed at once."""
         if not self.order.rows:
             return self.shape[0]
         return min(max(BLOCK // self.row_bytes // self.order.rows, 1) * self.order.rows, self.shape[0])
@@ -135,7 +135,7 @@ class FastPart:
         return RowBlock(row, count, tuple(found))
 
     def sampled(self, views: Views) -> Views:
-        """Return the stored rows if several rows share one: `pack`, `holds` and `fill` take these."""
+        """Keep one row of those that share a stored row: `pack`, `holds` and `fill` take views of this form."""
         if self.every == 1:
             return views
         return [None if view is None else view[:: self.every] for view in views[: len(self.starts)]]
@@ -145,7 +145,7 @@ class FastPart:
         return self.every == 1 or all(bool((rows == row).all()) for rows, row in self._shared(views))
 
     def spread(self, views: Views) -> None:
-        """Fill all rows from those that `fill` has written."""
+        """Copy the rows that `fill` has written to all rows that share them."""
         if self.every > 1:
             for rows, row in self._shared(views):
                 rows[:] = row
@@ -203,7 +203,7 @@ class FastPart:
         return held and is_zero(found[:, columns:]) and all(is_zero(found[rows]) for rows in block.filling)
 
     def fill(self, packed: Array, views: Views, region: Region, spare: Region, scratch: Array) -> None:
-        """Write the rows of every projection that the part holds into its views, and leave the filling out."""
+        """Unpack the part into views of every projection's rows, without the zero filling."""
         columns = self.filled[1]
         for block in self.blocks:
             found = self.unpack(packed, block, region, spare, scratch)
@@ -215,7 +215,7 @@ class FastPart:
                     self.widen.narrow(elements, view[r.source])
 
     def place(self, views: Views, block: RowBlock, elements: Array) -> None:
-        """Copy the rows of every projection that belong to these elements, and zeros around them."""
+        """Fill the elements of a block: rows of the projections, and zeros around them."""
         if block.filling or any(views[r.projection] is None for r in block.rows):
             elements.fill(0)
         columns = self.filled[1]
@@ -232,12 +232,12 @@ class FastPart:
 def present(view: Array | None) -> Array:
     """Return a view that must exist. Raises ValueError if it is None."""
     if view is None:
-        raise ValueError("a field that a shard does not hold")
+        raise ValueError("the shard does not hold this field")
     return view
 
 
 def packed_parts(layout: Layout, spec: MatrixSpec, padded: MatrixSpec) -> list[FastPart]:
-    """Return the parts of a packed matrix; parts that no fast path handles are missing."""
+    """Return the parts of a packed matrix that the fast path handles; other parts are left out."""
     found = [_packed_part(name, part, layout, spec, padded) for name, part in layout.parts(padded).items()]
     if "zero_sign" in layout.extra_tensors(padded):
         found.append(_zero_signs(spec, padded))
@@ -277,7 +277,7 @@ def _packed_part(name: str, part: Part, layout: Layout, spec: MatrixSpec, padded
         dtype = _WORDS[part.dtype if widen is not None else logical]
     filled = layout.element_shape(part, spec)
     if isinstance(widen, Shifted) and widen.logical == "e8m0" and filled != (rows, columns):
-        return None  # exponents are filled up with 0, which is a number
+        return None  # a zero byte is an exponent here, so that zero-filling is no zero
     if order is None or columns % per_element or filled[1] % per_element:
         return None
     halves = 1 if is_common(part, padded) else spec.halves

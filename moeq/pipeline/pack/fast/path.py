@@ -1,9 +1,9 @@
-"""The fast path: from the stored bytes of one expert's `w13` or `w2` to packed bytes, and the proof of it.
+"""The fast path: from the stored bytes of one expert's `w13` or `w2` to packed bytes, with a proof.
 
-`read` looks at what is stored, `pack` fills output buffers. `prove` reads output buffers (what `pack` left there or,
-better, what was read back from the file), unpacks them by loops that are not those of `pack`, compares everything with
-the source and computes the digest of the logical values. None of them allocates in proportion to the data, and all work
-on data leaves the interpreter to other threads.
+`read` views stored bytes as matrices, `pack` fills output buffers. `prove` takes output buffers (filled by `pack` or,
+better, read back from the file), unpacks them by other loops than `pack` uses, compares them with the source and
+computes the digest of the logical values. None of them allocates in proportion to the data, and all release the
+interpreter's lock while they work on data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIELDS = ("codes", "scales", "zeros", "global_scale", "bias")
 #: Field of the source's scales if rounded ones are written.
 _SOURCE = "source scales"
 
-#: Fields that smaller groups repeat, and the names of the source's own.
+#: Fields that are repeated for smaller groups, and the names under which the source's own values are kept.
 _GROUPED = {"scales": "stored scales", "zeros": "stored zeros"}
 
 
@@ -118,7 +118,7 @@ class ProjectionReader(Generic[M]):
         self.stored.finish(*self._own(stored, scratch, self.stored.reads))
 
     def kept(self: ProjectionReader[StoredProjection], inputs: Inputs, scratch: Array) -> tuple[str, ...]:
-        """Return parts that do not follow from what was read."""
+        """Return the stored parts that cannot be rebuilt from what was read."""
         return self.stored.kept(*self._own(inputs, scratch, self.stored.reads))
 
     def scales(self: ProjectionReader[StoredProjection], inputs: Inputs, scratch: Array) -> list[Fields] | None:
@@ -139,11 +139,11 @@ class ShardPath:
 
     @property
     def is_known(self) -> bool:
-        """Whether the rank needs no calibration, or has it."""
+        """Whether the rank is calibrated, or needs no calibration."""
         return self.shared is None or self.shared.is_known
 
     def with_calibration(self, largest: float) -> ShardPath:
-        """Return the calibrated form for experts with that largest scale."""
+        """Return this path, calibrated for experts whose largest scale is `largest`."""
         if self.shared is None or self.shared.is_known:
             return self
         shared = self.shared.with_calibration(largest)
@@ -152,7 +152,7 @@ class ShardPath:
         return replace(self, parts=parts, shared=shared)
 
     def exact(self, spec: MatrixSpec, read: Sequence[Fields]) -> bool:
-        """Return whether everything that is stored in another form comes back unchanged."""
+        """Return whether every value that is packed in another form unpacks to what was read."""
         for part in self.parts:
             views = self.views(part.field, spec, read)
             codec = part.widen
@@ -163,7 +163,7 @@ class ShardPath:
         return self.shared is None or self.shared.exact(read)
 
     def views(self, field: str, spec: MatrixSpec, read: Sequence[Fields]) -> Views:
-        """Cut the shard's part out of a field."""
+        """Cut the shard's slice out of a field of every projection."""
         return [self._cut(field, spec, fields[field]) for fields in read]
 
     def _cut(self, field: str, spec: MatrixSpec, matrix: Array) -> Array | None:
@@ -195,9 +195,9 @@ class FastPath:
     #: Least and greatest scale, as an unsigned integer, that the layout holds exactly; None: any.
     scales: tuple[int, int] | None
     elements: Region  #: scratch for the elements of a part
-    expected: Region  #: scratch for what they should be, and for intermediate values
+    expected: Region  #: scratch for the expected elements, and for intermediate values
     scratch_bytes: int  #: size of the scratch buffer
-    splits: int = 1  #: groups that are written for one of the source's
+    splits: int = 1  #: groups that are written per group of the source
     #: Scratch for repeated scales and zero points, for each logical projection.
     repeated: tuple[tuple[Region, Region], ...] = ()
     may_round: bool = False  #: whether scales may be rounded to what the layout holds
@@ -208,15 +208,15 @@ class FastPath:
         return tuple((reader.name, part) for reader in self.readers for part in reader.stored.reads)
 
     def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
-        """View what is stored as matrices. They lie in the inputs and in scratch, both of which have to stay for them.
+        """View stored bytes as matrices, which lie in the inputs and in scratch: keep both while they are used.
 
         Args:
             inputs: stored bytes of everything in `reads`.
             scratch: uint8, `scratch_bytes` or more, with any content; the same for `read`, `pack` and `prove`.
 
         Returns:
-            None if a value needs the reference path, which handles it or says what is wrong. Otherwise packing loses
-            nothing of them, and every source tensor except those of `kept` can be rebuilt from the matrices.
+            The fields of every projection: packing loses none of their values, and every source tensor except those
+            of `kept` can be rebuilt from them. None if a value needs the reference path.
         """
         if self.calibration_reads:
             raise ValueError("the largest scale of all local experts has to be known first")  # a bug, not input
@@ -240,7 +240,7 @@ class FastPath:
         return all(shard.exact(self.spec, read) for shard in self.shards)
 
     def _round(self, read: Sequence[Fields]) -> bool:
-        """Replace scales by what comes back of them. Return False if they cannot be rounded."""
+        """Replace scales by the nearest that the layout holds. Return False if they cannot be rounded."""
         codec = self._codec
         for fields in read:
             rounded = None if codec is None else codec.rounded(fields["scales"])
@@ -309,7 +309,7 @@ class FastPath:
         )
 
     def stored_largest(self, outputs: Outputs) -> tuple[float, ...] | None:
-        """Return the calibration that packed bytes were made with; None if they fit none."""
+        """Return the largest scale of every shard that packed bytes were calibrated for; None if they fit none."""
         found = [stored_largest(packed) for packed in outputs]
         return None if None in found else tuple(one for one in found if one is not None)
 
@@ -379,9 +379,9 @@ class FastPath:
     def _proven(
         self, field: str, read: Sequence[Fields], outputs: Outputs, scratch: Array
     ) -> Iterator[tuple[int, Array | None]]:
-        """Yield a field as it was unpacked, or the equal rows of the source if they are contiguous there.
+        """Yield (projection, rows) of a field in order: rows as they were unpacked, or the equal ones of the source.
 
-        Consecutive rows of every projection, with its number; None if a shard does not hold them.
+        Rows are None if a shard does not hold what was read.
         """
         if field == "global_scale":
             shared = [(shard.shared, packed) for shard, packed in zip(self.shards, outputs, strict=True)]
@@ -405,7 +405,7 @@ class FastPath:
             yield from ((projection, fields[field]) for projection, fields in enumerate(read))
 
     def _feed(self, digest: blake3, matrix: Array, field: str, scratch: Array) -> None:
-        """Add the bytes that the digest takes: row after row, zero points 16 bits wide."""
+        """Add a matrix to a digest, row by row; zero points are widened to 16 bits."""
         if field != "zeros" and matrix.flags.c_contiguous:
             digest.update(matrix.reshape(-1).view(np.uint8).data)
             return
@@ -419,5 +419,5 @@ class FastPath:
 
 
 def _packed(field: str, read: Sequence[Fields]) -> str:
-    """Name the field that is packed for a field: numbers are rounded once, from the source's."""
+    """Return the field that is packed as `field`: the source's scales, so that rounding happens only once."""
     return _SOURCE if field == "scales" and _SOURCE in read[0] else field
