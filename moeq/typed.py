@@ -128,11 +128,11 @@ class _Reader:
     def _mapping(self, kinds: tuple[Any, ...], value: Any, place: str) -> dict[Any, Any]:
         if not isinstance(value, dict):
             self._refuse(place, value, "an object")
-        names, held = kinds
+        key_kind, value_kind = kinds
         found = {}
         for name, one in value.items():
             shown = f"{place}[{ascii(name)[1:-1][:80]}]"
-            found[self.read(names, name, shown)] = self.read(held, one, shown)
+            found[self.read(key_kind, name, shown)] = self.read(value_kind, one, shown)
         return found
 
     def _plain(self, kind: Any, value: Any, place: str) -> Any:

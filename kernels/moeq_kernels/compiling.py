@@ -100,7 +100,7 @@ def specialise(launch: Launch) -> Specialisation:
 
 
 def _type_of(value: Argument, plain: bool) -> tuple[str | None, bool]:
-    """Return the type (None for a constant) and whether the value is known to be a multiple of 16."""
+    """Return the type (None for a constant) and whether 16 divides the value; `plain` ones are not specialised."""
     from moeq_kernels.areas import Area, Box
 
     if value is None:

@@ -295,15 +295,15 @@ class Layout(ABC):
 
     def _measured(self, matrix: QuantizedMatrix) -> str:
         """Say how far numbers are rounded, ` (scales by at most 0.2 %)`; empty where one changes by 100 % or more."""
-        moved = []
+        changes = []
         for field, before, after in self._recoded(matrix):
             if before.is_floating_point() and changed(before, after):
                 old, new = before.double(), after.double()
                 largest = float(((new - old).abs() / old.abs()).nan_to_num(0).max())
-                moved.append((field, largest))
-        if not moved or max(largest for _, largest in moved) >= 1:
+                changes.append((field, largest))
+        if not changes or max(largest for _, largest in changes) >= 1:
             return ""
-        return f" ({', '.join(f'{field} by at most {100 * largest:.2g} %' for field, largest in moved)})"
+        return f" ({', '.join(f'{field} by at most {100 * largest:.2g} %' for field, largest in changes)})"
 
     def logical_shape(self, field: Field, spec: MatrixSpec) -> tuple[int, int]:
         """Return the size of a logical tensor as a matrix."""
@@ -379,8 +379,8 @@ class Layout(ABC):
         """Return the spec of a slice. Raises MoeqError `usage.illegal-slice` where `slices` does not allow it."""
         rule, half = self.slices(spec), spec.n // spec.halves
         for axis, (start, stop), size, unit in (("N", n, half, rule.n), ("K", k, spec.k, rule.k)):
-            whole = (start, stop) == (0, size)
-            if not 0 <= start < stop <= size or (not whole and (unit is None or start % unit or stop % unit)):
+            is_whole = (start, stop) == (0, size)
+            if not 0 <= start < stop <= size or (not is_whole and (unit is None or start % unit or stop % unit)):
                 legal = f"multiples of {unit}" if unit else "the whole only"
                 raise MoeqError(
                     "usage.illegal-slice", f"{self.id}: {axis} {start} .. {stop} of {size} is not a slice: {legal}"
@@ -430,7 +430,7 @@ def _multiples(layout: Layout, spec: MatrixSpec) -> tuple[int, int]:
         rows, columns = part.arrangement.row_multiple, part.arrangement.column_multiple
         per_half = 2 if part.arrangement.has_halves else 1
         if part.pad[0] % rows:
-            # Where halves are stacked, only their sum has to divide, but each half is cut and read alone.
+            # Of stacked halves only the sum has to be a multiple, but each half is cut and read alone.
             n = math.lcm(n, rows // per_half if spec.halves == 2 else rows)
         if part.field == "codes" and part.pad[1] % columns:
             k = math.lcm(k, columns)

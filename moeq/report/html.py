@@ -101,9 +101,9 @@ def _made(report: CheckReport, provenance: Provenance | None) -> dict[str, str]:
     """Say how many of all experts were run, and where the page comes from."""
     if provenance is None:
         return {}
-    run = sum(len(layer.sample.experts) for layer in report.layers)
+    num_run = sum(len(layer.sample.experts) for layer in report.layers)
     return {
-        "experts": f"{run} of {sum(provenance.experts.values())} run",
+        "experts": f"{num_run} of {sum(provenance.experts.values())} run",
         "source": provenance.source,
         "made": f"{provenance.date} by {provenance.versions}",
         "command": provenance.command,

@@ -57,17 +57,17 @@ def push_with_card(
     manifest = read_manifest(folder)
     base = base_model or base_model_of(manifest)
     upload = gather(folder, manifest)
-    own = upload.card
+    source_card = upload.card
     card = CardOptions(
         repo=target.repo,
         base_model=base,
         size=upload.size,
-        source_card=None if own is None else SOURCE_CARD,
-        source_fields={} if own is None else read_front_matter(own),
+        source_card=None if source_card is None else SOURCE_CARD,
+        source_fields={} if source_card is None else read_front_matter(source_card),
     )
     replaced = {CARD: render_card(manifest, card).encode()}
-    if own is not None:
-        replaced[SOURCE_CARD] = own
+    if source_card is not None:
+        replaced[SOURCE_CARD] = source_card
     replaced[MANIFEST_NAME] = published_manifest(manifest, base, replaced)
     if sign is not None:
         replaced[SIGNATURE_NAME] = Signer(sign).sign(replaced[MANIFEST_NAME])

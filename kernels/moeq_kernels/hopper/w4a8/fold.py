@@ -67,12 +67,12 @@ def _refusal(name: str, far: Tensor, scale: Tensor, used: Tensor) -> str:
     `far` is `[E, n]`; `scale` and `used` are `[E, K / 32, n]` with features in order.
     """
     expert, feature = far.nonzero()[0].tolist()
-    own = scale[expert, :, feature][used[expert, :, feature]]
-    least, most = int(own.min()) - _BIAS, int(own.max()) - _BIAS
-    what = "a scale that is NaN" if most == 255 - _BIAS else f"scales from 2^{least} to 2^{most}"
+    scales = scale[expert, :, feature][used[expert, :, feature]]
+    least, most = int(scales.min()) - _BIAS, int(scales.max()) - _BIAS
+    fault = "a scale that is NaN" if most == 255 - _BIAS else f"scales from 2^{least} to 2^{most}"
     features, experts = int(far.sum()), int(far.any(1).sum())
     return (
-        f"{name}: feature {feature} of expert {expert} has {what}, but e4m3 weights hold scales 2^{SPAN} apart; "
+        f"{name}: feature {feature} of expert {expert} has {fault}, but e4m3 weights hold scales 2^{SPAN} apart; "
         f"{features} features of {experts} of {len(far)} experts are like that"
     )
 
@@ -105,6 +105,6 @@ def _used(matrix: PackedMatrix) -> Tensor:
     for expert in range(experts):
         words = matrix.weight[expert].view(k // 32, 2, n // 64, 8, 4, 4)  # slab, tile, g, t, j
         halves = [(words & mask != 0).any(1).any(3) for mask in masks]
-        both = torch.stack(halves, -1).view(k // 32, n // 64, 8, 2, 2, 2)  # tile, g, j1, j0, h
-        found[expert] = both.transpose(4, 5).reshape(k // 32, n)
+        by_column = torch.stack(halves, -1).view(k // 32, n // 64, 8, 2, 2, 2)  # tile, g, j1, j0, h
+        found[expert] = by_column.transpose(4, 5).reshape(k // 32, n)
     return found

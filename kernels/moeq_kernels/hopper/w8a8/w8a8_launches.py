@@ -132,8 +132,8 @@ def quantised_launches(
         else:
             middle = arena.take(problem.dtype, 1, pairs, intermediate)
         result.append(product_launch(problem, piece, plan, found, found.rows, problem.w13, middle))
-        again, activations = _requantised(problem, piece, arena, found, middle, shared)
-        result.append(again)
+        requantising, activations = _requantised(problem, piece, arena, found, middle, shared)
+        result.append(requantising)
     kept = kept_dtype(problem, pairs <= MAX_EXACT_PAIRS or plan.down_splits > 1, finer=False)
     parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
     result.append(product_launch(problem, piece, plan, found, activations, problem.w2, parts))
@@ -165,7 +165,7 @@ def in_marlin_order(matrix: PackedMatrix) -> bool:
 def _quantised(
     problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan, grain: int | None
 ) -> tuple[list[Launch], Quantised]:
-    """Sort pairs by expert and quantise tokens into that order; `grain` is that of `quantised_launches`."""
+    """Return launches that sort pairs and quantise tokens, and the result; for `grain` see `quantised_launches`."""
     tokens, hidden = piece.x.shape
     top_k, count, tile = problem.top_k, problem.experts, plan.kernel.tokens
     pairs = tokens * top_k
@@ -234,7 +234,7 @@ def warps_for(columns: int) -> int:
 def _requantised(
     problem: Problem, piece: Piece, arena: Arena, found: Quantised, middle: Area, shared: bool
 ) -> tuple[Launch, Rows]:
-    """Quantise activations, from activations or (`shared`) from partial sums of a split gate-up product."""
+    """Return the launch that quantises activations or (`shared`) partial sums of gate and up, and the rows."""
     splits, pairs, size = middle.shape
     size = size // 2 if shared else size
     rows = _rows(arena, problem.w2, pairs, size)
@@ -268,7 +268,7 @@ def _requantised(
         constants |= {"SPLITS": splits, "DTYPE": triton_dtype(problem.dtype), **problem.epilogue.constants}
         name = "hopper.w8a8.device.rows:activate_quantised"
         return problem.launch(name, (pairs,), arguments, constants, num_warps=warps), rows
-    # With many rows the rows in flight per SM decide.
+    # With many rows the time depends on the rows in flight per SM.
     block = max(1, 1024 // columns) if pairs > MAX_SINGLE_ROW_PAIRS else 1
     warps = max(1, columns // 1024) if pairs > MAX_SINGLE_ROW_PAIRS else warps
     arguments |= {"middle": middle, "pairs": pairs}
