@@ -55,7 +55,7 @@ _RETRY_SECONDS = (0.5, 1.0, 2.0)
 
 
 def looks_like_repository(text: str) -> bool:
-    """Return whether `text` has the form `org/name` (letters, digits, `-`, `_`, `.`) rather than that of a path."""
+    """Return whether `text` has the form `org/name` with letters, digits, `-`, `_` and `.`, and is no other path."""
     parts = text.split("/")
     return len(parts) == 2 and all(
         part

@@ -112,7 +112,7 @@ class LayerEntry:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Projections of which an expert consists."""
+        """Projections of an expert, in order."""
         return ("gate", "up", "down") if self.matrices["w13"].spec.gated else ("up", "down")
 
     @property

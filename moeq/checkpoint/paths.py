@@ -88,7 +88,7 @@ def safe_names(names: Iterable[object], where: str) -> tuple[str, ...]:
 
 
 def require_distinct(names: Iterable[str], where: str) -> dict[str, str]:
-    """Refuse names of which two are one file where case is ignored, and return folded form -> name.
+    """Refuse two names that mean one file where case is ignored; return folded form -> name.
 
     Raises MoeqError `source.unsafe-path`.
     """

@@ -155,7 +155,7 @@ def _engines_own(planned: PlannedLayer) -> tuple[str, ...]:
 def _transformers(planned: PlannedLayer) -> bool:
     if planned.model_type not in TRANSFORMERS_MODELS or planned.by_rank:
         return False
-    # On a CPU experts run as the reference, whatever the layout; on a GPU in moeq's kernels.
+    # On a CPU, moeq's reference runs experts in any layout; on a GPU, moeq's kernels run them.
     on_gpu = planned.platform in ("cuda", "rocm") and _own_kernel(planned)
     return planned.platform == "cpu" or on_gpu
 

@@ -228,7 +228,7 @@ def _place(rates: Rates, layer: Layer, tokens: int) -> tuple[float, ...]:
 
 
 def estimate(times: Times, rates: Rates, layer: Layer, tokens: int, left_out: str | None = None) -> float:
-    """Estimate the microseconds of a call, from measured calls weighted by how alike they are.
+    """Estimate the microseconds of a call from measured calls, weighted by their similarity.
 
     Args:
         left_out: measured layer that is not used, for validation.

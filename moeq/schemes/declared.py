@@ -34,7 +34,7 @@ class Declared:
     rule: str = "quantization_config"  #: config entry that decided, for messages
 
     def overridden(self, **fields: Any) -> Declared:
-        """Return the declaration with those of `fields` that are not None."""
+        """Return the declaration with the given `fields`, except fields that are None."""
         return replace(self, **{name: value for name, value in fields.items() if value is not None})
 
 

@@ -232,7 +232,7 @@ class Format(ABC):
     ) -> Described:
         """Return the scheme made from the sizes, the config's declaration and the format's encoding, with its spec.
 
-        Without `zero_point`, zero points are stored as they are if the matrix has some.
+        Without `zero_point`, the zero points of an asymmetric matrix are stored without an offset.
         """
         scale = ScaleKey(spec.scale_dtype, encoding.granularity, encoding.group_shape)
         scheme = Scheme(
@@ -241,7 +241,7 @@ class Format(ABC):
             activation=declared.activation,
             packing=encoding.packing,
             zero_point=zero_point or ("none" if spec.symmetric else "stored"),
-            # Where all columns share a scale there is no order, whatever the config says (`desc_act` with group -1).
+            # An order has no effect where all columns share a scale, though configs declare one (`desc_act`, group -1).
             act_order=declared.act_order and encoding.granularity == "group",
             has_bias=spec.bias_dtype is not None,
             quant_method=declared.method,

@@ -38,7 +38,7 @@ from moeq.schemes.patterns import Patterns
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Variants whose zero points are stored as they are; all others store them minus one.
+#: Variants that store zero points without an offset; all other variants store them minus one.
 _RAW_ZEROS = frozenset({"gptq_v2", "gptq_p", "auto_round", "auto_round:gptqmodel", "auto_round:auto_round"})
 
 #: Variants that store odd widths as one continuous bit stream.

@@ -99,7 +99,7 @@ class Mxfp4Packed(_Mxfp4):
 
 
 class DeepSeekFp4(Mxfp4Packed):
-    """FP4 experts as DeepSeek-V4 stores them; the numbers are those of MXFP4."""
+    """FP4 experts as DeepSeek-V4 stores them; their codes and scales mean the same numbers as in MXFP4."""
 
     id = "deepseek-fp4"
     title = "DeepSeek-V4 FP4: byte matrix typed I8, E8M0 scales"

@@ -62,7 +62,7 @@ def method_in_force(config: Config, layer: SglangLayer) -> str:
     declared, asked = str(config.get("quant_method", "modelopt")).lower(), layer.quantization
     if asked == "modelopt" and str(config.get("quant_algo", "")).upper() in floats.MODELOPT:
         return floats.MODELOPT[str(config["quant_algo"]).upper()]
-    if declared in ("modelopt_fp8", "modelopt_fp4"):  # these hold whatever the user names, unless that quantises again
+    if declared in ("modelopt_fp8", "modelopt_fp4"):  # the user's method does not replace these
         return declared
     for name, (words, can) in _TAKES_OVER.items():
         if asked in words and can(config, layer):

@@ -287,7 +287,7 @@ def _sizes(shape: MoeShape, deployment: Deployment) -> Sizes:
 
 #: Methods that call a kernel without a runner -> the kernel's library; other such methods call TensorRT-LLM's kernels.
 _WITHOUT_RUNNER = dict.fromkeys(("W4AFp8MoEMethod", "Fp8MoEMethod"), "cutlass")
-#: Methods and schemes of floats -> bits of weights and of activations; None if the runner decides the latter.
+#: Methods and schemes of floats -> bits of weights, and bits of activations (None if the runner decides these).
 _FLOAT_BITS: dict[str, tuple[int, int | None]] = {
     "Fp8MoEMethod": (8, 8),
     "W8A8FP8MoEMethod": (8, 8),

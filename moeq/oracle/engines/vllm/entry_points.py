@@ -105,7 +105,10 @@ def is_kimi_k3_mxfp4(config: Mapping[str, Any], shape: MoeShape, policy: EngineP
 
 
 def in_force(policy: EnginePolicy, device: str, kind: str, asked: str | None) -> str | None:
-    """Return the method in force, or None if the combination is refused. An unknown kind is its own method."""
+    """Return the method in force for a declared kind and a requested method; None if the engine refuses them.
+
+    A kind that the tables do not know is the name of its method.
+    """
     table = policy.names.get(device, {})
     if asked == "marlin" and kind.startswith(("gptq", "awq")):  # `override_quantization_method` takes both names alike
         asked = f"{kind.removesuffix('-odd')}_marlin"

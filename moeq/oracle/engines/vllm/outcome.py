@@ -184,7 +184,7 @@ _ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4
 _WEIGHT_ONLY = ("Marlin", "Int4Emulation", "Mxfp8Emulation")
 #: Emulations that round activations to values of 4 bits, whatever activation key they are asked with.
 _ROUNDED_TO_4_BITS = ("Nvfp4QuantizationEmulationTritonExperts", "OCP_MXQuantizationEmulationTritonExperts")
-#: Families that hand Humming the activation type; elsewhere it keeps 16 bits whatever key its class was asked with.
+#: Families that pass the activation type to Humming; in other families Humming runs 16-bit activations under any key.
 _HUMMING_QUANTISES = ("mxfp4", "mxfp4-generic", "w4a8-fp8")
 #: Classes whose call of `fused_experts_cpu` names another activation precision than their keys.
 _CPU_ACTIVATION_BITS = {"CPUExpertsInt4": 8, "CPUExpertsFp8": 16}  # INT4_W4A8, FP8_W8A16
@@ -200,7 +200,7 @@ def runs_as(case: Case, chosen: CandidateReport) -> str:
         bits = 16
     if "Marlin" in experts and case.env("VLLM_MARLIN_INPUT_DTYPE") in ("int8", "fp8"):
         bits = 8
-    if experts in _ROUNDED_TO_4_BITS:  # only Quark's methods hand over the activations of the checkpoint
+    if experts in _ROUNDED_TO_4_BITS:  # only Quark's methods pass the checkpoint's activation type on
         bits = declared_activation_bits(case) if case.method.config == "quark" else 4
     if chosen.backend == "HUMMING" and case.method.family not in _HUMMING_QUANTISES:
         bits = _humming_bits(case.env("VLLM_HUMMING_INPUT_QUANT_CONFIG"), case.method.activation_bits or 16)

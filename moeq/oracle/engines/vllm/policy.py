@@ -84,7 +84,7 @@ class Family:
 
     name: str
     title: str  #: weights that it serves, in words
-    backends: Mapping[str, Backend]  #: all its backends; those of the automatic order come first
+    backends: Mapping[str, Backend]  #: name -> backend; backends of the automatic order come first
     searches: Mapping[str, Mapping[str, SearchTable]]  #: device -> requested backend -> its table
 
     def flags(self, device: str) -> tuple[str, ...]:
