@@ -1,6 +1,6 @@
-"""Progress bars for callers in Python: Rich's in a terminal, in a notebook a display that is updated.
+"""Progress bars for callers in Python: Rich's bar in a terminal, an updated display in a notebook.
 
-Rich's bar in a notebook needs ipywidgets, and a saved notebook does not show it; a display needs IPython alone.
+Rich's bar in a notebook needs ipywidgets, and a saved notebook does not show it; a display needs only IPython.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UPDATE_SECONDS = 0.1
 
 @contextmanager
 def shown(progress: Callable[..., Any] | bool, title: str) -> Iterator[Advance | None]:
-    """Yield what a function reports its progress to: the caller's own, a bar for `True`, or None for `False`."""
+    """Yield a function that takes progress: the caller's own, that of a bar for `True`, or None for `False`."""
     if not isinstance(progress, bool):
         yield progress
     elif not progress:
@@ -50,7 +50,7 @@ def _terminal_bar(title: str) -> Iterator[Advance]:
 @contextmanager
 def _notebook_bar(title: str) -> Iterator[Advance]:
     begun = drawn = time.monotonic()
-    display = import_module("IPython.display").display  # there is no notebook without it
+    display = import_module("IPython.display").display  # every notebook has IPython
     shown = display(_bundle(title, 0, 1), raw=True, display_id=True)
 
     def advance(done: int, total: int, label: str) -> None:
@@ -65,7 +65,7 @@ def _notebook_bar(title: str) -> Iterator[Advance]:
 
 
 def _bundle(text: str, done: int, total: int) -> dict[str, str]:
-    """Return a bar as a notebook and a terminal show it, by media type."""
+    """Return the bar by media type: HTML for a notebook, plain text for a terminal."""
     percent = 100 * done // max(total, 1)
     bar = f'<progress value="{percent}" max="100" style="vertical-align: middle"></progress>'
     return {"text/html": f"<div>{bar} {percent} % {escape(text)}</div>", "text/plain": f"{percent} % {text}"}
@@ -73,7 +73,7 @@ def _bundle(text: str, done: int, total: int) -> dict[str, str]:
 
 @contextmanager
 def events_shown(progress: events.Progress | bool, title: str) -> Iterator[events.Progress | None]:
-    """Yield the same for functions that report events."""
+    """Yield a function that takes events: the caller's own, that of a bar for `True`, or None for `False`."""
     if not isinstance(progress, bool):
         yield progress
         return

@@ -1,4 +1,4 @@
-"""An engine's backends on a checkpoint's own experts, against the reference: `moeq run-check --engine vllm`."""
+"""Check of an engine's backends on a checkpoint's own experts against the reference: `run-check --engine vllm`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moeq.check.run_check import CheckOptions, Opened
     from moeq.oracle.records import CandidateReport, Verdict
 
-#: Name of the row of the converted folder, which moeq's plug-in runs.
+#: Name of the result's row for the converted folder, which moeq's plug-in runs.
 CONVERTED = "converted folder"
 
 
@@ -40,7 +40,7 @@ def run_engine_check(
 
     Args:
         dst: output of `convert`.
-        source: the checkpoint it came from; None: the folder that its manifest names, if that exists.
+        source: the checkpoint that was converted; None: the folder that the manifest names, if that exists.
         engine: `vllm`, which has to be installed.
         all_backends: also run every other eligible backend.
         revision: Hub revision of `source`.
@@ -121,7 +121,7 @@ def chosen_backends(verdict: Verdict, opened: Opened, device: torch.device, *, e
 
 
 def activation_kind(key: str | None) -> str | None:
-    """Return what an engine's key of activations stands for: `int8`, `fp8` or empty; None if no yardstick covers it."""
+    """Return the kind of an engine's activation key: `int8`, `fp8` or an empty text; None if the reference lacks it."""
     if key is None:
         return ""
     known = {"kInt8DynamicTokenSym": "int8", "kFp8DynamicTokenSym": "fp8", "kFp8Dynamic128Sym": "fp8"}
@@ -131,7 +131,7 @@ def activation_kind(key: str | None) -> str | None:
 def check_opened(
     opened: Opened, options: CheckOptions, backends: Sequence[EngineBackend], device: torch.device
 ) -> list[BackendResult]:
-    """Run backends on the chosen layers, with every expert of each."""
+    """Run backends on the chosen layers with all experts of each layer, and return a result per layer and backend."""
     from moeq.check.engine_check import check_backends
     from moeq.check.run_check import layer_checks
 

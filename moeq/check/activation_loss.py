@@ -1,4 +1,4 @@
-"""Bound what e4m3 activations cost a layer: their exact arithmetic beside that of unquantised activations."""
+"""Bound the error of e4m3 activations in a layer, computed exactly with quantised and with unquantised rows."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ RULE = (
 
 
 class ActivationLoss:
-    """Layer with e4m3 rows and with unquantised ones, expert by expert, on the source's weights.
+    """Outputs of a layer with e4m3 rows and with unquantised rows, summed expert by expert, on the source's weights.
 
     Args:
-        dtype: activation dtype, to which intermediate rows are rounded before they are quantised.
-        groups: features that share a scale, in rows of the input and of the intermediate features.
+        dtype: activation dtype, to which hidden rows are rounded before they are quantised.
+        groups: count of features that share a scale, in input rows and in hidden rows.
     """
 
     def __init__(self, inputs: Inputs, width: int, dtype: torch.dtype, groups: tuple[int, int]) -> None:
@@ -61,7 +61,7 @@ class ActivationLoss:
         self._quantised.index_add_(0, tokens, quantised * weights)
 
     def result(self, layer: int, k: int) -> ProjectionResult:
-        """Build the result. At least one expert must have been added."""
+        """Return the result. At least one expert must have been added."""
         totals = Totals()
         rows = torch.arange(self._exact.shape[0])
         totals.add(self._quantised, self._exact, self._exact, torch.zeros_like(self._exact), rows)
@@ -80,10 +80,10 @@ def require_prepared(parts: Sequence[PackedPart]) -> None:
         return replace(matrix, **changed)
 
     for part in parts:
-        asked: PackedExperts = part.experts.quantising("fp8")
-        planned = replace(asked, w13=without_data(asked.w13), w2=without_data(asked.w2))
+        experts: PackedExperts = part.experts.quantising("fp8")
+        planned = replace(experts, w13=without_data(experts.w13), w2=without_data(experts.w2))
         prepared_layer(planned, top_k=1, max_tokens=1, gpu="H100")
-        ready(asked)  # scales that are too far apart
+        ready(experts)  # refuses scales that are too far apart
 
 
 def _first(x: Tensor, expert: Expert, combine: Combine) -> Tensor:

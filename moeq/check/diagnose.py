@@ -1,7 +1,7 @@
 """Name the likely cause of an error from its pattern.
 
-An output feature with one wrong weight, scale, zero point or bias is wrong by a multiple of a known vector over the
-tokens, and two dozen tokens tell those vectors apart. Whether a check passes does not depend on the diagnosis.
+The error of an output feature with one wrong weight, scale, zero point or bias is a multiple of a known vector over the
+tokens, and two dozen tokens tell these vectors apart. Whether a check passes does not depend on the diagnosis.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_FEATURES = 3
 
 @dataclass(frozen=True)
 class Evidence:
-    """One expert's product, with all that it was computed from."""
+    """One expert's product, with its inputs."""
 
     x: Tensor  #: `[T, K]` input rows
     weight: Tensor  #: `[N, K]` dequantised weights of the reference
@@ -40,7 +40,7 @@ def diagnose(evidence: Evidence, others: Iterable[tuple[str, Iterable[Emulated]]
     """Return the likely cause in words, or None.
 
     Args:
-        others: names of other weights (`expert 3 up`), and the products of the same rows with them.
+        others: (name of other weights, such as `expert 3 up`, products of the same rows with these weights).
     """
     exceedance = difference(evidence.actual, evidence.emulated.value) / evidence.emulated.bound
     wrong = torch.where((exceedance > 1).any(dim=0))[0]
@@ -64,7 +64,7 @@ def _agrees(actual: Tensor, way: Emulated) -> bool:
 
 
 def _cause(evidence: Evidence, feature: int) -> str | None:
-    """Explain the error of one output feature as a multiple of one vector over the tokens; None if no vector fits."""
+    """Return the cause whose vector over the tokens explains the error of one output feature; None if none fits."""
     error = evidence.actual[:, feature].double() - evidence.emulated.value[:, feature]
     if len(error) < FEWEST_ROWS or not bool(error.isfinite().all()):
         return None
@@ -73,7 +73,7 @@ def _cause(evidence: Evidence, feature: int) -> str | None:
     count = int(evidence.groups.max()) + 1
     spread = torch.nn.functional.one_hot(evidence.groups.long(), count).double()
     found: list[tuple[float, str]] = []
-    # On a tie the first wins: single weights, then scales, zero points and the bias.
+    # On a tie the first cause wins: single weights, then scales, zero points and the bias.
     for vectors, text in (
         (x, "one weight, of input feature {at}"),
         ((x * weight) @ spread, "the scale of group {at}"),

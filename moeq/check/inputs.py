@@ -1,4 +1,4 @@
-"""Make the inputs of the kernels: random tokens, routed by the model's own router where there is one in floats."""
+"""Make the inputs of the kernels: random tokens, routed by the model's own router if that is stored in floats."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Inputs:
     """Tokens of all runs of a layer, one after another."""
 
     x: Tensor  #: `[T, H]` in the activation dtype
-    weights: Tensor  #: float32 `[T, top_k]`
-    ids: Tensor  #: int64 `[T, top_k]`, counted within the sample
+    weights: Tensor  #: router weights, float32 `[T, top_k]`
+    ids: Tensor  #: expert ids, int64 `[T, top_k]`, counted within the sample
     runs: tuple[tuple[Run, slice], ...]  #: every run with the slice of its tokens
 
     def to(self, device: torch.device) -> Inputs:
@@ -76,11 +76,11 @@ def _by_router(reference: Checkpoint, sample: Sample, x: Tensor, generator: torc
     else:
         logits = router.linear(x)[:, experts]
         correction = None if router.correction_bias is None else router.correction_bias[experts]
-    asked = RoutingRule(sample.top_k, known_scoring(rule.scoring), rule.renormalize, rule.scaling_factor)
-    if sample.complete:  # a sample of experts has no groups
-        asked = replace(asked, num_groups=rule.num_groups, topk_groups=rule.topk_groups)
-        asked = replace(asked, group_score="top2") if rule.group_score == "top2" else asked
-    return route(logits, asked, correction)
+    sampled = RoutingRule(sample.top_k, known_scoring(rule.scoring), rule.renormalize, rule.scaling_factor)
+    if sample.complete:  # groups of experts exist only if all experts are in the sample
+        sampled = replace(sampled, num_groups=rule.num_groups, topk_groups=rule.topk_groups)
+        sampled = replace(sampled, group_score="top2") if rule.group_score == "top2" else sampled
+    return route(logits, sampled, correction)
 
 
 def _same_experts(reference: Checkpoint, sample: Sample, x: Tensor, generator: torch.Generator) -> Routed:
@@ -101,14 +101,14 @@ def _random_weights(x: Tensor, sample: Sample, generator: torch.Generator) -> Te
 
 @dataclass(frozen=True)
 class Router:
-    """Router of a layer: its weight `[E, H]` and bias, and `[E]` that takes part in choosing experts only, or None."""
+    """Router of a layer."""
 
-    linear: Linear
-    correction_bias: Tensor | None
+    linear: Linear  #: weight `[E, H]` and bias
+    correction_bias: Tensor | None  #: `[E]`, added to scores only for choosing experts; None if there is none
 
 
 def find_router(checkpoint: Checkpoint, layer: int) -> Router | None:
-    """Read the router of a layer; None if it is missing, quantised or of another shape than the experts need."""
+    """Read the router of a layer; None if it is missing, quantised, or has not the shape that the experts need."""
     parent = checkpoint.expert_prefix(layer).rpartition(".")[0]
 
     def read(*names: str) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Call `moeq_kernels` for a check, on whatever device the packed experts are."""
+"""Call `moeq_kernels` for a check, on the device of the packed experts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def activations_of(layout: str, element: str, asked: str = "") -> str:
-    """Return what the kernels of a check quantise activations to: `int8`, `fp8` (if asked for) or an empty text.
+    """Return the type to which the kernels of a check quantise activations: `int8`, `fp8` (if asked for) or empty.
 
-    4-bit weights are multiplied with e4m3 activations by prepared layers only, so a check runs 16-bit ones.
+    Only prepared layers multiply 4-bit weights with e4m3 activations, so a check runs them with 16-bit activations.
 
     Raises MoeqError `answer.no-kernel` where no kernel reads the layout, or none with e4m3 activations.
     """
@@ -63,20 +63,20 @@ def kernel_errors() -> Iterator[None]:
 
 
 def fused_layer(parts: Sequence[PackedPart], x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
-    """Run the fused layer: `[M, H]` in x's dtype, or the float32 sum over several ranks."""
+    """Run the fused layer and return `[M, H]`, in x's dtype for one rank, or as the float32 sum over several ranks."""
     outputs = [fused_experts(part.experts, x, weights, part.local_ids(ids), activation) for part in parts]
     return outputs[0] if len(outputs) == 1 else torch.stack([output.float() for output in outputs]).sum(dim=0)
 
 
 def fused_experts(experts: PackedExperts, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
-    """Run the fused layer on one rank's experts, with tiles that suit the interpreter where that runs them."""
+    """Run the fused layer on one rank's experts, on a CPU with tiles that suit Triton's interpreter."""
     from moeq_kernels import fused_moe
 
     return fused_moe(x, experts, weights, ids, blocks=_blocks(ids), **activation_arguments(activation))
 
 
 def _blocks(ids: Tensor) -> Blocks | None:
-    """Return tiles for the interpreter, whose cost is per program: one for all rows of an expert. None on a GPU."""
+    """Return tiles for the interpreter, whose cost is per program, that hold all rows of an expert; None on a GPU."""
     from moeq_kernels.tuning import Blocks, next_power_of_two
 
     if ids.device.type != "cpu":

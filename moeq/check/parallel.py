@@ -1,4 +1,4 @@
-"""Check several layers in parallel on a CPU: in processes, since Triton's interpreter uses one core."""
+"""Check several layers in parallel on a CPU, in one process each, since Triton's interpreter uses one core."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moeq.check.sampling import expert_weights
 from moeq.model import open as open_checkpoint
 from moeq.spelling import for_shell, spelled
 
-#: Fewest weights of a layer for which a process of its own, which imports torch and triton, pays.
+#: Fewest weights of a layer that make up for the start of a process, which imports torch and triton.
 LEAST_WEIGHTS = 4 * 2**20
 
 
 def choose_jobs(checks: Sequence[LayerCheck], asked: int | None) -> int:
-    """Choose the number of processes; 1 means this one alone."""
+    """Choose the number of processes; 1 means only this process."""
     if len(checks) < 2 or checks[0].device.type != "cpu":
         return 1
     if asked is not None:
@@ -32,7 +32,7 @@ def choose_jobs(checks: Sequence[LayerCheck], asked: int | None) -> int:
 
 
 def _work(check: LayerCheck) -> int:
-    """Return the number of weights that the kernels decode."""
+    """Return the number of weights that the kernels decode for a check."""
     return expert_weights(check.entry) * len(check.sample.experts)
 
 
@@ -52,7 +52,7 @@ def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str
                 for label in future.result()[1]:
                     advance(label)
             return [future.result()[0] for future in futures]
-        except BaseException:  # nobody waits for the other layers
+        except BaseException:  # the reports of the other layers are not needed any more
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()  # SIGTERM may still be blocked there
@@ -67,8 +67,8 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 def _interrupts_blocked() -> Iterator[None]:
     """Block Ctrl-C and SIGTERM in this thread and in the processes that it starts, until they unblock them.
 
-    A terminal sends Ctrl-C to all processes, and those that still import torch would print tracebacks. So would those
-    that this one has started and not yet told what to do.
+    A terminal sends Ctrl-C to all processes. Processes that still import torch, or have no task yet, would print
+    tracebacks.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -104,12 +104,13 @@ _Places = list[tuple[str, str | None]]
 
 
 def _sent(check: LayerCheck) -> tuple[LayerCheck, _Places, bool]:
-    """Return a check without its checkpoints, their places, and whether options are spelled for a shell."""
+    """Return a check in a form that can be sent: without checkpoints, with their places and the spelling of options."""
     places = [(one.source.name, one.source.revision) for one in (check.converted, check.reference)]
     return replace(check, converted=None, reference=None), places, for_shell()  # type: ignore[arg-type]
 
 
 def _in_process(check: LayerCheck, places: _Places, shell: bool, threads: int) -> tuple[LayerReport, list[str]]:
+    """Check a layer in this process; return the report and the labels of its progress."""
     from moeq_kernels import interpreter
 
     torch.set_num_threads(threads)

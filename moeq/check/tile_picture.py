@@ -1,4 +1,4 @@
-"""Find where a layout puts the codes of one tile, by packing numbered codes."""
+"""Find the places of one tile's codes in a layout, by packing numbered codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 #: Size of the tile: input features (k) by output features (n).
 TILE_K, TILE_N = 16, 64
 
-#: Rows and columns of the probed matrix: a multiple of every layout's block.
+#: Rows and columns of the probe matrix: a multiple of every layout's block.
 _PROBE = 256
 
 _DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -33,10 +33,10 @@ class TilePicture:
 
 
 def tile_picture(layout_id: str, spec: MatrixSpec) -> TilePicture | None:
-    """Follow the codes of the first tile of a matrix like `spec`; None if the layout splits or changes codes.
+    """Return where the codes of the first tile of a matrix like `spec` lie; None if the layout splits or changes codes.
 
-    Every code of a probe has a number in base `2**bits`. Each digit of these numbers is packed as codes; the packed
-    bytes, read as codes, then spell the number of the code at every address.
+    Every code of a probe matrix has a number in base `2**bits`. Each digit of these numbers is packed as codes; the
+    packed bytes, read as codes, then spell the number of the code at every address.
     """
     layout = get_layout(layout_id, allow_lossy=True)
     group = _PROBE if spec.num_groups == 1 else spec.group_size
@@ -59,7 +59,7 @@ def tile_picture(layout_id: str, spec: MatrixSpec) -> TilePicture | None:
 
 
 def _packed_codes(layout: Layout, spec: MatrixSpec, codes: Tensor) -> Tensor | None:
-    """Pack codes and read the packed weight as codes in address order, low bits first; None if packing is refused."""
+    """Return packed codes in address order, low bits first; None if the layout refuses to pack them."""
     one = torch.ones(spec.n, spec.num_groups)
     scales = one.to(torch.uint8) if spec.scale_dtype == "e8m0" else one.to(_DTYPES.get(spec.scale_dtype, torch.float32))
     zeros = None if spec.symmetric else one.to(torch.int16)

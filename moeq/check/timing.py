@@ -1,7 +1,7 @@
 """Time the fused layer on a GPU and compare it with the roofline of its memory traffic and arithmetic.
 
-Each call is timed as a program makes it, launches included, which dominate for a few tokens. The benchmarks of the
-kernels measure without them.
+Each call is timed as in a program, including launches, which dominate for a few tokens. The benchmarks of the kernels
+leave launches out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from moeq.load.packed_sample import PackedPart
     from moeq_kernels import PackedMatrix
 
-#: Timed calls of a run, and calls before them that compile and warm up.
+#: Count of timed calls of a run, and of calls before them that compile and warm up.
 REPEATS, WARMUPS = 20, 3
 
-#: Bytes that are written before every timed call: more than a cache holds.
+#: Bytes that are written before every timed call to flush the cache: more than a cache holds.
 FLUSH_BYTES = 256 * 2**20
 
-#: Memory bandwidth in bytes/s and dense 16-bit FLOP/s by a part of the device's name, from the vendors' data sheets.
+#: Part of a device's name to (bandwidth in bytes/s, dense 16-bit FLOP/s), from the vendors' data sheets.
 PEAKS: dict[str, tuple[float, float]] = {
     "B200": (8.0e12, 2250e12),
     "H200": (4.8e12, 989e12),
@@ -78,7 +78,7 @@ def _time_run(
 
 
 def flushing(device: torch.device) -> torch.Tensor:
-    """Allocate what is written before every timed call, so that weights come from memory and not from the cache."""
+    """Allocate the memory that is written before every timed call, so that no weights are left in the cache."""
     return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
 

@@ -1,8 +1,8 @@
-"""Read the scales of a layer's static activations from the restore data, which hold them as the source does.
+"""Read the static activation scales of a layer from the restore data, which hold the source's own tensors.
 
 Checkpoints for FP8 and 4-bit activations may store one number for each projection of each expert. Stacked experts have
-a tensor of these numbers, or one number for all. Codes are multiplied by ModelOpt's `input_scale`;
-compressed-tensors' `input_global_scale` is its reciprocal.
+a tensor of these numbers, or one number for all experts. ModelOpt's `input_scale` is the factor of activation codes;
+compressed-tensors' `input_global_scale` is the reciprocal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> Act
     """Read the scales of one layer; None if the source stores none.
 
     Raises MoeqError `source.no-keepsake` if the file with the restore data is missing, `source.missing-part` if only
-    some experts have a scale, `source.bad-manifest` if one is no number.
+    some experts have a scale, `source.bad-manifest` if a scale's dtype or shape is wrong.
     """
     restore = checkpoint.manifest.restore
     if restore is None or not any(name.endswith(tuple(ACTIVATION_SCALES)) for name in restore.kept):
@@ -84,7 +84,7 @@ def stored_scales(source: Source, stored: LayerExperts, entry: LayerEntry) -> Ac
         return 1.0 / numbers if ACTIVATION_SCALES[part] else numbers
 
     first: list[StoredName] = ["gate", "up"] if "gate" in entry.projections else ["up"]
-    if ("gate_up", part) in stored.parts:  # one number for both
+    if ("gate_up", part) in stored.parts:  # gate and up share one number
         first = ["gate_up"] * len(first)
     return ActivationScales(torch.stack([scales(name) for name in first], dim=1), scales("down"), part)
 
@@ -98,7 +98,7 @@ def _kept(path: Path) -> dict[str, LayerExperts]:
 
 
 def _numbers(source: Source, entry: TensorEntry, experts: int = 1) -> Tensor:
-    """Read float32 `[experts]` from a tensor with one number for each expert, or one for all."""
+    """Read float32 `[experts]` from a tensor with one number for each expert, or one number for all."""
     import torch
 
     count = prod(entry.shape)

@@ -28,7 +28,7 @@ def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
 
 
 def check_e4m3(layout: str, element: str) -> None:
-    """Check that a kernel multiplies such weights with e4m3 activations.
+    """Check that some kernel multiplies these weights with e4m3 activations.
 
     Raises MoeqError `answer.no-kernel` if no kernel does; KernelUnsupportedError if no kernel reads the layout at all.
     """
@@ -68,8 +68,8 @@ def kernel_experts(
     """Build the kernels' record of a layer from its stacked tensors.
 
     Args:
-        specs: `w13` and `w2` as stored, padding included.
-        tensors: their parts by name, `[experts, ...]` each.
+        specs: specs of `w13` and `w2`, padding included.
+        tensors: parts of `w13` and `w2` by name, `[experts, ...]` each.
         name: name of the layer for the kernels' messages.
 
     Raises MoeqError `answer.no-kernel` if up rows come before gate rows, `source.bad-data` if indices are out of range.
@@ -101,8 +101,8 @@ def empty_parts(
 
     Args:
         device: device of the tensors; None: torch's default.
-        floats: dtype of floating-point scales and biases that engines do not keep as stored: for int4, int8 and MXFP4
-            weights with 16-bit activations they round them to the dtype of the activations. None: the stored dtype.
+        floats: dtype of floating-point scales and biases that engines round to the dtype of the activations: those of
+            int4, int8 and MXFP4 weights with 16-bit activations. None: the stored dtype.
     """
     import torch
 
@@ -120,7 +120,7 @@ def empty_parts(
 def dummy_parts(parts: Mapping[str, Tensor]) -> None:
     """Fill tensors by `{role}_{part}` with numbers that any kernel accepts, for an engine that reads no weights.
 
-    Floating-point tensors are not filled: engines do that for all layers.
+    Floating-point tensors are left alone: engines fill these in all layers.
     """
     import torch
 

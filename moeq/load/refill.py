@@ -1,4 +1,4 @@
-"""Read a rank's experts of a converted layer again, into tensors that kernels read meanwhile."""
+"""Read a rank's experts of a converted layer again, into tensors that kernels read at the same time."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def refill_experts(
     part: RankPart,
     targets: Mapping[StackedRole, Mapping[str, Tensor]],
 ) -> Iterator[range]:
-    """Write the experts of `part` into its tensors, by a few threads, and yield those that are written.
+    """Read the experts of `part` into `targets`, in a few threads, and yield ranges of experts that are written.
 
-    All bytes of an expert are read and checked before one is written, so that an error leaves it as it was. The error
-    comes after all experts that were written.
+    All bytes of an expert are read and checked before a byte is written, so that an error leaves the expert unchanged.
+    An error is raised after all experts that were written have been yielded.
 
     Raises MoeqError `source.bad-data` for indices that are out of range, `source.*` for files that cannot be read.
     """
@@ -65,7 +65,7 @@ def refill_experts(
                 into = {name: one[: stop - start] for name, one in buffers[role].items()}
                 read[role] = read_parts(checkpoint, entry, cut, matrix, torch.device("cpu"), into)
                 check_index_parts(read[role], matrix.spec, f"layer {entry.layer}: {role}")
-            with torch.cuda.stream(stream):  # the caller's, in whose order kernels read the tensors
+            with torch.cuda.stream(stream):  # the caller's stream, on which kernels read the tensors
                 for role, parts in read.items():
                     for name, tensor in parts.items():
                         targets[role][name][start:stop].copy_(tensor, non_blocking=True)
@@ -83,7 +83,7 @@ def refill_experts(
 
 
 def _results(futures: list[Future[range]]) -> Iterator[range]:
-    """Yield results as they come, and raise the first failure when all have ended."""
+    """Yield results as they come, and raise the first failure once all futures have ended."""
     error: BaseException | None = None
     for future in as_completed(futures):
         if future.exception() is not None:
@@ -95,7 +95,7 @@ def _results(futures: list[Future[range]]) -> Iterator[range]:
 
 
 def _buffers(entry: LayerEntry, part: RankPart, count: int, *, pinned: bool) -> Tensors:
-    """Allocate tensors of some experts in the host's memory, in the stored dtypes."""
+    """Allocate tensors for `count` experts in the host's memory, in the stored dtypes."""
     import torch
 
     layout = get_layout(entry.layout)

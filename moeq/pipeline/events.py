@@ -12,10 +12,10 @@ class Started:
 
     job: str  #: digest of the plan
     units: int  #: units of this run (of a shard: only its own), finished ones included
-    bytes_in: int  #: bytes of the source that they read
-    bytes_out: int  #: bytes that they write
-    resumed_units: int = 0  #: units found finished from an earlier run
-    resumed_bytes: int = 0  #: bytes that those wrote
+    bytes_in: int  #: bytes of the source that these units read
+    bytes_out: int  #: bytes that these units write
+    resumed_units: int = 0  #: units that an earlier run had finished
+    resumed_bytes: int = 0  #: bytes that an earlier run had written
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Checking:
 
     done: int  #: bytes read
     total: int  #: bytes to read
-    label: str  #: the unit
+    label: str  #: id of the unit
 
 
 @dataclass(frozen=True)
 class UnitStarted:
     """A unit was begun."""
 
-    unit: str
+    unit: str  #: id of the unit
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Advanced:
 
     done: int  #: bytes written, those of finished and resumed units included
     total: int  #: bytes to write in all
-    label: str  #: what was worked on
+    label: str  #: name of the item that was written
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class UnitFinished:
     what: str  #: `pack` or `copy`
     bytes_in: int  #: bytes read
     bytes_out: int  #: bytes written
-    seconds: float  #: from its first byte to the journal
+    seconds: float  #: time from the unit's first byte to its journal line
     resumed: bool = False  #: whether an earlier run had finished the unit
 
 
@@ -75,8 +75,8 @@ class Warned:
 class Finished:
     """The conversion has its final name, or a shard of it is done."""
 
-    bytes_out: int  #: bytes of tensor data in it
-    seconds: float  #: from `Started` on
+    bytes_out: int  #: bytes of tensor data in the result
+    seconds: float  #: time since `Started`
     resumed_units: int  #: units that earlier runs had finished
 
 
@@ -84,5 +84,5 @@ Event = Started | Checking | UnitStarted | Advanced | UnitFinished | Fetching | 
 
 Progress = Callable[[Event], None]
 
-#: Takes steps or bytes done, all of them, and a label: the progress of everything but conversions.
+#: Function that takes steps or bytes done, the total, and a label: progress of all work other than conversions.
 Advance = Callable[[int, int, str], None]

@@ -1,7 +1,7 @@
 """Derive what a conversion of a source has to contain, by packing the source again in memory.
 
-From the manifest only the user's choices are taken: the deployment, and the layout of each layer. Everything else (the
-tensors with all their bytes, digests, what is kept to restore) follows from the source and the layouts.
+The manifest gives only the user's choices: the deployment, and the layout of each layer. Everything else (the tensors
+with all their bytes, digests, names of the kept tensors) is derived from the source and the layouts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.state.publish import layer_entry, tensors_of
 from moeq.typed import read_as
 
-#: Fields of the model's record that describe files, or that hold sentences.
+#: Fields of `CheckpointInfo` that describe files, or that hold sentences.
 _FILES_AND_SENTENCES = {"expert_bytes", "other_bytes", "num_tensors", "num_files", "warnings", "refusals"}
 
 
@@ -47,15 +47,15 @@ class Derived:
 
     @property
     def losses(self) -> int:
-        """Number of stored numbers that the layouts change."""
+        """Count of stored numbers that the layouts change."""
         return sum(entry.losses for entry in self.layers)
 
 
 def plan_of(source: Checkpoint, manifest: Manifest) -> Plan:
     """Plan the conversion of a source with a manifest's choices.
 
-    Raises MoeqError `source.bad-manifest` for a deployment that cannot be one; what `make_plan` raises where the source
-    has no such layers, or they do not fit the layouts.
+    Raises MoeqError `source.bad-manifest` for sizes that no deployment has, `source.other-layers` for layers that the
+    source lacks, and the errors of `make_plan` if layers do not fit the layouts.
     """
     sizes = read_as(_Sizes, manifest.deployment, "moeq.json: deployment")
     if not (0 < sizes.tp < 1 << 16 and 0 < sizes.ep < 1 << 16):
@@ -70,7 +70,7 @@ def plan_of(source: Checkpoint, manifest: Manifest) -> Plan:
 
 
 def derive(source: Checkpoint, plan: Plan, workers: int, advance: Callable[[int, str], None]) -> Derived:
-    """Pack everything again, in memory. Raises MoeqError as `recompute`."""
+    """Pack all units again in memory, and return the contents. Raises MoeqError as `recompute`."""
     work = Work(source, plan)
     memory = plan_memory(work, plan.units, workers)
     records = recompute(work, plan.units, memory.workers, advance, memory.spare())
@@ -80,7 +80,7 @@ def derive(source: Checkpoint, plan: Plan, workers: int, advance: Callable[[int,
 
 
 def entry_differences(recorded: LayerEntry, derived: LayerEntry) -> list[str]:
-    """List the fields in which a manifest's layer differs from what the source gives, sentences and digests apart."""
+    """List the fields, except sentences and digests, in which a manifest's layer differs from the derived one."""
 
     def comparable(entry: LayerEntry) -> dict[str, Any]:
         return asdict(replace(entry, digests={}, sharding=replace(entry.sharding, why="")))
@@ -90,7 +90,7 @@ def entry_differences(recorded: LayerEntry, derived: LayerEntry) -> list[str]:
 
 
 def info_differences(recorded: CheckpointInfo, derived: CheckpointInfo) -> list[str]:
-    """List the fields in which a manifest's model is not the source's."""
+    """List the fields in which a manifest's model differs from the source's."""
     left_out = {"name", "revision", *_FILES_AND_SENTENCES}
     names = [field.name for field in fields(CheckpointInfo) if field.name not in left_out]
     return [name for name in names if _plain(getattr(recorded, name)) != _plain(getattr(derived, name))]

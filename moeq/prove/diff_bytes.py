@@ -1,4 +1,4 @@
-"""Tell layers apart by bytes before any number is computed: what is stored alike has equal values. No torch."""
+"""Find layers that are stored in equal bytes, whose values need no comparison. No torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _Pair = tuple[TensorEntry, TensorEntry]
 
 
 def same_layer(a: Checkpoint, b: Checkpoint, layer: int) -> bool:
-    """Return whether a layer's experts are stored in the same bytes, which mean the same in both checkpoints.
+    """Return whether a layer's experts are stored in the same bytes with the same meaning in both checkpoints.
 
-    How bytes are read follows from configs, headers and, for a conversion, its manifest; all of them have to be equal.
+    Configs, headers and, for a conversion, its manifest determine the meaning of bytes, so all have to be equal.
     """
     if (a.kind, a.source.config, a.source.side_configs) != (b.kind, b.source.config, b.source.side_configs):
         return False
@@ -62,13 +62,13 @@ def equal_bytes(a: Source, b: Source, names: Collection[str]) -> bool:
                 for source, entry, buffer in ((a, left, buffers[0]), (b, right, buffers[1])):
                     view = memoryview(buffer)[:count]
                     source.read_into(descriptor(source, entry.file), view, entry.start + offset, entry.file)
-                if buffers[0] != buffers[1]:  # what lies behind `count` is of an earlier chunk, and equal
+                if buffers[0] != buffers[1]:  # bytes beyond `count` are left from an earlier chunk, and equal
                     return False
     return True
 
 
 def _runs(pairs: Iterable[_Pair]) -> Iterator[tuple[_Pair, int]]:
-    """Join pairs that lie one after the other in both checkpoints; yield the first of each run, and its bytes."""
+    """Join pairs that are contiguous in both checkpoints; yield (first pair, size in bytes) of each run."""
     first: _Pair | None = None
     size = 0
     for left, right in sorted(pairs, key=lambda pair: (pair[0].file, pair[0].start)):

@@ -1,4 +1,4 @@
-"""Outputs of `moeq restore`: files that are written into a new folder, or that are compared in one that exists."""
+"""Outputs of `moeq restore`: files that are written into a new folder, or compared with those of an existing one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class WeightFile(Protocol):
     """Weight file that takes bytes from any thread."""
 
     def write(self, data: memoryview, position: int) -> None:
-        """Take bytes for a place of the file. Raises OSError, MoeqError."""
+        """Write bytes at `position` of the file, or compare them. Raises OSError, MoeqError."""
 
     def sync(self) -> None:
-        """Finish what was taken. Raises OSError."""
+        """Sync written bytes to disk. Raises OSError."""
 
 
 #: Weight files by name.
@@ -84,7 +84,7 @@ class HeldFiles:
             raise self.differs(f"it lacks {ascii(missing[0])[1:-1][:200]}")
 
     def differs(self, how: str) -> MoeqError:
-        """Make the error for a folder that is not what would be restored."""
+        """Return the error for a folder that differs from the restored source."""
         return MoeqError(
             "usage.destination-exists",
             f"{self.folder.path} exists and is not an output of moeq restore for this conversion: {how}",
@@ -105,7 +105,7 @@ class HeldFiles:
             yield files
 
     def put_copy(self, name: str, source: int, digest: FileDigest | None) -> None:
-        """Compare a file with the digest of the conversion's."""
+        """Compare a file with the digest of the conversion's file."""
         if _digest(self.folder, name) != digest:
             raise self.differs(f"{name} is not the source's")
 
@@ -116,7 +116,7 @@ class HeldFiles:
 
 
 class _HeldFile:
-    """Open file that is compared with all bytes that it is given."""
+    """Open file whose `write` compares bytes with those that the file holds."""
 
     def __init__(self, files: HeldFiles, name: str) -> None:
         self.fd = files.folder.open(name, os.O_RDONLY)
@@ -136,7 +136,7 @@ class _HeldFile:
 
 
 def changed(what: str) -> MoeqError:
-    """Make the error for a conversion that no longer holds what was converted."""
+    """Return the error for a conversion that no longer holds what was converted."""
     hint = "moeq verify lists every difference; convert the source again"
     return MoeqError("source.digest-mismatch", what, hint)
 

@@ -2,7 +2,7 @@
 
 Checkpoints with static FP8 activations hold one `input_scale` per projection; those with 4-bit activations hold a
 second-level scale, which ModelOpt stores as a multiplier (`input_scale`) and compressed-tensors as a divisor
-(`input_global_scale`), as both do with the second-level scale of the weights. No torch.
+(`input_global_scale`). Both store the second-level scale of the weights in the same way. No torch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True)
 class StaticScale:
-    """The scale of a projection's activations, from the source to the target."""
+    """The static scale of a projection's activations, in the source and in the target."""
 
-    source: str
-    dtype: str
-    target: str
+    source: str  #: name of the part in the source
+    dtype: str  #: dtype in the source
+    target: str  #: name of the part in the target
     written: PartSig  #: dtype and shape in the target
 
     @property
@@ -44,9 +44,9 @@ class StaticScale:
         return ACTIVATION_SCALES[self.source] != ACTIVATION_SCALES[self.target]
 
     def converted(self, stored: Array, module: str) -> tuple[Array, Loss | None]:
-        """Return the bytes that the target stores, and the loss: a multiplier need not be the reciprocal of a float32.
+        """Return the bytes that the target stores, and the loss, or None: some numbers have no exact reciprocal.
 
-        Raises MoeqError `source.bad-data` if it is no positive number.
+        Raises MoeqError `source.bad-data` if the scale is not positive and finite.
         """
         value = float(numbers_of(stored.view(f"u{_WIDTHS[self.dtype]}"), FLOAT_NAMES[self.dtype])[0])
         if not isfinite(value) or value <= 0:
@@ -64,7 +64,7 @@ class StaticScale:
 def static_part(parts: Mapping[str, PartSig], scheme: Scheme) -> tuple[str, str] | None:
     """Return part and dtype of a projection's static scale of activations; None if the checkpoint uses none.
 
-    A scale that lies there although the config asks for scales at run time is not used by any engine.
+    No engine uses a stored scale if the config asks for scales that are computed at run time.
     """
     activation = scheme.activation
     if activation is None:

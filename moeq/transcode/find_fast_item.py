@@ -1,4 +1,4 @@
-"""Which items of a transcoding have a fast path. Loads no compiled code before one is worth it, and no torch."""
+"""Which items of a transcoding have a fast path. Loads compiled code only for items that need it, and no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Signatures = Mapping[StoredName, Mapping[str, PartSig]]
 
 
 def rows_of(entry: TensorEntry, rows: Span | None) -> Span:
-    """Return the span of some rows of a stored tensor; None stands for all."""
+    """Return the span of some rows of a stored tensor; `rows` None: of all rows."""
     if rows is None:
         return entry.start, entry.end
     size = entry.nbytes // entry.shape[0]
@@ -35,7 +35,7 @@ def rows_of(entry: TensorEntry, rows: Span | None) -> Span:
 
 
 class FastPaths:
-    """The fast paths of a unit's items. Items of one kind share one; any thread may ask."""
+    """The fast paths of a unit's items. Items of one kind share a path; any thread may call the methods."""
 
     def __init__(self, checkpoint: Checkpoint, plan: TranscodePlan, form: FileForm) -> None:
         self._checkpoint = checkpoint
@@ -70,7 +70,7 @@ class FastPaths:
         return {"down": self._plan.modules_by_name[item.name].source.parts}
 
     def _signatures(self, item: Item) -> _Signatures:
-        """Return dtype and shape of every stored part of one expert, with all its roles, or of a module."""
+        """Return dtype and shape of every stored part of one expert (of `w13` and `w2`), or of a module."""
         fused = isinstance(item, ExpertItem) and self._checkpoint.experts(item.layer).layer.fused
         rows = item.rows if isinstance(item, ModuleItem) else None
 
@@ -110,7 +110,7 @@ class FastPaths:
         return found if large or found is None else CachedItem(found)
 
     def _group_index(self, item: ExpertItem, signatures: _Signatures) -> tuple[StoredName, str, int] | None:
-        """Return projection and part of the down projection's group index, and its group size; None if it has none."""
+        """Return (projection, part, group size) of the down projection's group index; None if it has none."""
         down = self._checkpoint.kind_of(item.layer, item.expert).projections["down"]
         roles = get_format(down.scheme.format).parts
         names = [part for part in signatures["down"] if roles.get(part) == "index"]

@@ -13,7 +13,7 @@ from moeq.model.checkpoint import Checkpoint
 from moeq.pipeline.state.publish import without_quantization
 from moeq.transcode.transcode_plan import TranscodePlan
 
-#: Config key by which DeepSeek-V4 says how its experts are quantised; engines take FP4 where it is missing.
+#: Config key with the format of DeepSeek-V4's experts; engines assume FP4 where it is missing.
 EXPERT_DTYPE = "expert_dtype"
 _EXPERT_DTYPES = {"deepseek-fp4": "fp4", "deepseek-fp8": "fp8", "fp8-block": "fp8"}
 
@@ -30,7 +30,7 @@ class _PlannedSource(Source):
 
 
 def planned_result(checkpoint: Checkpoint, plan: TranscodePlan) -> Checkpoint:
-    """Open what a plan will write. It has headers and no data."""
+    """Return the checkpoint that a plan will write, with headers and without data."""
     source = _PlannedSource(checkpoint.source.name, written_config(checkpoint.source.config, plan), {})
     source.tensors = {
         name: TensorEntry(name, dtype, shape, file.name, *file.form.ranges[name])
@@ -41,9 +41,9 @@ def planned_result(checkpoint: Checkpoint, plan: TranscodePlan) -> Checkpoint:
 
 
 def written_config(config: Mapping[str, Any], plan: TranscodePlan) -> dict[str, Any]:
-    """Make `config.json`: the source's, with the target's quantisation config in place of its own.
+    """Make `config.json`: the source's, with the target's quantisation config instead of the source's.
 
-    SGLang's loader of expert packs takes the source's as it is.
+    For an expert pack it is the source's, unchanged, which SGLang's loader expects.
     """
     if plan.target.pack:
         return dict(config)
@@ -57,7 +57,7 @@ def written_config(config: Mapping[str, Any], plan: TranscodePlan) -> dict[str, 
 
 
 def _with_dtype(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a config with every dtype of a model or of one of its parts set."""
+    """Yield the entries of a config in which all dtypes, of the model and of its parts, are `name`."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield key, dict(_with_dtype(value, name))

@@ -1,4 +1,4 @@
-"""Put new weights of an expert into a rank's logical matrix, at the rows, columns and groups where they belong."""
+"""Put new weights of an expert into a rank's logical matrix, in their rows, columns and groups."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def merged_matrix(
 ) -> QuantizedMatrix:
     """Return the rank's matrix `current` with the update's rows and columns in it.
 
-    Raises MoeqError `usage.shared-tensor` if the order of columns would have to change for rows that stay.
+    Raises MoeqError `usage.shared-tensor` if the update would change the order of columns for rows that it leaves out.
     """
     found = current.map_rows(lambda tensor: tensor.clone())
     for name, new in given.items():
@@ -53,7 +53,7 @@ def merged_matrix(
 
 
 def regrouped(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Return the matrix in the groups that are written."""
+    """Return the matrix with the group size that is written."""
     before, after = layer.specs[role].group_size, layer.written[role].group_size
     if before == after:
         return matrix
@@ -83,7 +83,7 @@ def _put(
     matrix: QuantizedMatrix,
     block: ProjectionBlock,
 ) -> None:
-    """Copy the part of `matrix` that this rank holds to its place in `into`."""
+    """Copy the part of `matrix` that this rank holds into the block's rows and columns of `into`."""
     own, spec = layer.intermediate, into.spec
     rows, columns = block.rows, block.columns
     if role == "w2":
@@ -120,7 +120,7 @@ def _common(one: Range, other: Range) -> Range:
 
 
 def _groups(spec: MatrixSpec, start: int, size: int) -> slice:
-    """Return the groups of some columns; all of them where every column uses any."""
+    """Return the groups of some columns; all groups with act-order, where a column may belong to any group."""
     if spec.num_groups == 1 or spec.act_order:
         return slice(None)
     return slice(start // spec.group_size, -(-(start + size) // spec.group_size))

@@ -1,4 +1,4 @@
-"""Turn the index map of a layout's part into what a GPU writes, or reads, by one gather kernel."""
+"""Turn the index map of a layout's part into the placement or the reading of one gather kernel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from moeq_kernels.index_maps import Digit, Placement, Reading
 
 
-#: Upper bound of the placements that are kept: one for each part of every kind of layer.
+#: Upper bound of the placements that are cached: one for each part of every kind of layer.
 KEPT = 256
 
 
 @lru_cache(maxsize=KEPT)
 def placement_of(part: Part, shape: tuple[int, int]) -> Placement | None:
-    """Return the words that hold a part's elements; None where its halves change places, or are padded each.
+    """Return which words hold a part's elements; None if its halves are swapped, or each half is padded.
 
     `shape` is `(rows, columns)` of all elements, without the padding inside the layout.
     """
@@ -51,7 +51,7 @@ def placement_of(part: Part, shape: tuple[int, int]) -> Placement | None:
 
 
 def reading_of(part: Part, shape: tuple[int, int]) -> Reading:
-    """Return where the elements of a part lie; `shape` is that of `placement_of`."""
+    """Return where the kernel reads the elements of a part; `shape` as in `placement_of`."""
     from moeq_kernels.index_maps import Reading
 
     arrangement = part.arrangement
@@ -87,7 +87,7 @@ def reading_of(part: Part, shape: tuple[int, int]) -> Reading:
 
 
 def _multiples(arrangement: Arrangement, radices: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the axis of each digit, and the rows or columns by which it counts."""
+    """Return (axis, rows or columns per step) of each digit, by its name."""
     found: dict[str, tuple[int, int]] = {}
     for axis, digits in enumerate((arrangement.rows, arrangement.columns)):
         multiple = 1

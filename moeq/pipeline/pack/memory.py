@@ -23,7 +23,7 @@ MIB = 2**20
 #: Way in which a unit is executed: packed by the fast or the reference path, copied, or transcoded.
 Way = Literal["fast", "reference", "copy", "transcode"]
 
-#: Bytes per element of the largest matrix that one thread of the reference path holds at its peak.
+#: Peak bytes of one thread of the reference path, per element of the largest matrix.
 REFERENCE_BYTES = 16
 
 
@@ -32,8 +32,8 @@ class Need:
     """Memory that one thread needs for a unit, in bytes."""
 
     way: Way  #: how the unit is executed
-    input: int = 0  #: stored bytes of one expert, or of a copied chunk, twice
-    output: int = 0  #: packed bytes of one expert, of all ranks, or of a chunk, twice
+    input: int = 0  #: input buffers: twice the stored bytes of a batch of experts, or of a copied chunk
+    output: int = 0  #: output buffers: twice the packed bytes of a batch for all ranks, or of a copied chunk
     scratch: int = 0  #: scratch of the fast path
     reference: int = 0  #: peak of the reference path
 
@@ -61,7 +61,7 @@ def reference_bytes(layer: LayerPlan, unit: PackUnit) -> int:
 
 
 def mebibytes(count: int) -> str:
-    """Format a size in MiB: whole ones, or three digits below 10 MiB."""
+    """Format a size in MiB: rounded to whole MiB, or to three digits below 10 MiB."""
     size = count / MIB
     return f"{size:,.0f} MiB" if size >= 10 or count == 0 else f"{size:.3g} MiB"
 
@@ -71,7 +71,7 @@ class SpareMemory:
 
     Args:
         free: bytes that are left; None: no limit.
-        strict: refuse an item that is larger; otherwise it runs alone.
+        strict: refuse an item that needs more than `free`; otherwise an oversized item runs alone.
     """
 
     def __init__(self, free: int | None, *, strict: bool = False) -> None:
@@ -81,7 +81,7 @@ class SpareMemory:
 
     @contextmanager
     def take(self, size: int, what: str) -> Iterator[None]:
-        """Hold so many bytes; waits until they are free. Raises MoeqError `resources.memory` if they never will be."""
+        """Wait until `size` bytes are free, and hold them. Raises MoeqError `resources.memory` if they can never be."""
         if self._strict and size > self._all:
             raise MoeqError(
                 "resources.memory",

@@ -1,4 +1,4 @@
-"""The protocol of a unit of work (items are read, packed, proven, written), and the simplest worker, which copies."""
+"""Protocol of workers, which read, pack, prove and write a unit item by item, and the simplest worker, which copies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class UnitWorker(ABC, Generic[U, Item]):
     @classmethod
     @abstractmethod
     def need(cls, work: Work, unit: U) -> Need:
-        """Return how a unit is executed, as far as headers tell, and the memory that one thread needs for it."""
+        """Return how a unit is executed, by headers alone, and the memory that one thread needs for it."""
 
     @property
     @abstractmethod
@@ -50,7 +50,7 @@ class UnitWorker(ABC, Generic[U, Item]):
 
     @abstractmethod
     def label(self, item: Item) -> str:
-        """Describe what is being done, for progress."""
+        """Return the name of an item in progress reports."""
 
     @abstractmethod
     def read(self, item: Item, buffers: Buffers, slot: int) -> Any:
@@ -61,13 +61,13 @@ class UnitWorker(ABC, Generic[U, Item]):
 
     @abstractmethod
     def pack(self, item: Item, data: Any, buffers: Buffers, slot: int) -> tuple[Any, Writes]:
-        """Pack and prove one item of which `read` returned `data`, into an output buffer.
+        """Pack one item, of which `read` returned `data`, into an output buffer, and prove it.
 
         Returns:
             The result, which has `written` (bytes) and `hashes` (BLAKE3 of every piece, in the order of `Plan.pieces`),
-            and what is left to write; nothing if the reference path packed it, which writes by itself.
+            and the writes that are left: none for the reference path, which writes by itself.
 
-        Raises MoeqError if the item cannot be packed, or the packed bytes do not mean what the source means; OSError if
+        Raises MoeqError if the item cannot be packed, or the packed bytes do not hold the source's values; OSError if
         the disk refuses.
         """
 
@@ -86,7 +86,7 @@ class UnitWorker(ABC, Generic[U, Item]):
         return {}
 
 
-#: Errors that say that the kernel cannot copy between two files: unsupported, other file systems, alignment, forbidden.
+#: Errors if the kernel cannot copy between two files: not supported, other file systems, wrong alignment, forbidden.
 _CANNOT = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPERM, errno.ETXTBSY}
 
 
@@ -94,8 +94,8 @@ _CANNOT = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPER
 class CopyResult:
     """The result of copying one chunk."""
 
-    written: int
-    hashes: tuple[bytes, ...]
+    written: int  #: bytes
+    hashes: tuple[bytes, ...]  #: BLAKE3 of every piece, in order
 
 
 class Copier(UnitWorker[CopyUnit, Chunk]):
@@ -124,9 +124,9 @@ class Copier(UnitWorker[CopyUnit, Chunk]):
         parts = (data[start:stop] for start, stop in pairwise([0, *ends]))
         result = CopyResult(data.nbytes, tuple(map(piece_digest, parts)))
         source = self._inputs[self._unit.source_file]
-        # Blocks have to line up for a file system to share them between both files.
-        lines_up = (chunk.source - chunk.output) % BLOCK == 0
-        if self._output.fd >= 0 and lines_up and _by_kernel(source.fd, self._output.fd, chunk):
+        # A file system can share blocks between both files only if they are aligned in both.
+        aligned = (chunk.source - chunk.output) % BLOCK == 0
+        if self._output.fd >= 0 and aligned and _by_kernel(source.fd, self._output.fd, chunk):
             return result, ()
         (buffer,) = buffers.take_many(f"output {slot}", [chunk.size], [chunk.output])
         np.copyto(buffer, data)
@@ -145,7 +145,7 @@ def _by_kernel(source: int, target: int, chunk: Chunk) -> bool:
             if error.errno in _CANNOT:
                 return False
             raise
-        if got == 0:  # the source ends here, or this kind of file cannot be copied so: reading tells which
+        if got == 0:  # the source ends here, or this kind of file cannot be copied: reading will show which
             return False
         done += got
     return True

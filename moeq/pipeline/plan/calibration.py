@@ -1,4 +1,4 @@
-"""What an engine computes with static activation scales that are missing or unusable.
+"""Effects of static activation scales that are missing or unusable on what an engine computes.
 
 Source: vLLM 0.33.0. `ModelOptNvFp4FusedMoE` and `CompressedTensorsW4A4Nvfp4MoEMethod` allocate scales with
 `torch.empty` and divide by them, FlashInfer's backends and emulation (0.26.0 to 0.33.0, `oracle/nvfp4.py`) by the
@@ -18,7 +18,7 @@ from moeq.oracle.records import Gate, Verdict
 from moeq.schemes.format import ACTIVATION_SCALES
 from moeq.spelling import option
 
-#: Method whose loader compares the scales of gate and up (vLLM 0.26.0 to 0.33.0, `RoutedExperts.weight_loader`).
+#: Method whose loader refuses unequal scales of gate and up (vLLM 0.26.0 to 0.33.0, `RoutedExperts.weight_loader`).
 _EQUAL_SCALES = "CompressedTensorsW8A8Fp8MoEMethod"
 
 #: Backends of NVFP4 that take the largest activation scale of a layer for all experts, 0.26.0 to 0.33.0.
@@ -29,7 +29,7 @@ _ONE_NVFP4_SCALE = (
 
 
 def fault_kinds(checkpoint: Checkpoint, layer: int) -> frozenset[str]:
-    """Return the kinds of faults of a layer: layers with other kinds get another answer."""
+    """Return the kinds of scale faults of a layer; layers whose kinds differ need verdicts of their own."""
     unequal = {"unequal"} if checkpoint.unequal_scales(layer) else set()
     return frozenset(fault.what for fault in checkpoint.scale_faults(layer)) | unequal
 
@@ -68,7 +68,7 @@ def with_scales(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict
 
 
 def conversion_warning(checkpoint: Checkpoint, layouts: Mapping[int, str]) -> str | None:
-    """Return what to know of the activation scales of a converted folder; None if nothing is wrong with them."""
+    """Return a warning about the activation scales of a converted folder; None if they have no faults."""
     faulty = {layer: checkpoint.scale_faults(layer) for layer in layouts}
     faults = [fault for found in faulty.values() for fault in found]
     if not faults:
@@ -82,7 +82,7 @@ def conversion_warning(checkpoint: Checkpoint, layouts: Mapping[int, str]) -> st
 
 
 def is_weight_only(verdict: Verdict) -> bool:
-    """Return whether the engine runs 16-bit activations, which no stored scale touches.
+    """Return whether the engine runs 16-bit activations, which no stored scale affects.
 
     The emulation of NVFP4 rounds activations with the stored scale (vLLM 0.33.0,
     `Nvfp4QuantizationEmulationTritonExperts.a1_scale`).

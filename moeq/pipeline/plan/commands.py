@@ -1,4 +1,4 @@
-"""Commands to type next: convert a checkpoint, and serve it. Every command of moeq that suggests one asks here."""
+"""Command lines that moeq suggests to type next: convert a checkpoint, and serve it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOADERS = {"vLLM": "vllm", "SGLang": "sglang", "transformers": "transformers", 
 
 
 def next_command(src: str, checkpoint: Checkpoint, answer: Answer) -> str | None:
-    """Return the line that gets a source served, converted where that is possible; None if nothing serves it."""
+    """Return the command line that serves a source, after converting it where possible; None if nothing serves it."""
     if not answer.ok:
         return serve_source(src, checkpoint, answer) if answer.verdict.ok else None
     convert = convert_command(src, answer)
@@ -34,7 +34,7 @@ def next_command(src: str, checkpoint: Checkpoint, answer: Answer) -> str | None
 
 
 def next_of_converted(dst: str, checkpoint: ConvertedCheckpoint) -> str:
-    """Return the line that serves a converted checkpoint on what it was converted for."""
+    """Return the command line that serves a converted checkpoint on its deployment."""
     deployment = Deployment.from_json(checkpoint.manifest.deployment)
     names = loaders_of_manifest(checkpoint.manifest)
     serve = serve_converted(dst, checkpoint.info.dtype, deployment, names)
@@ -48,7 +48,7 @@ def loaders_of_manifest(manifest: Manifest) -> list[str]:
 
 
 def convert_command(src: str, answer: Answer) -> str:
-    """Return the command that converts a checkpoint as answered."""
+    """Return the command line that converts a checkpoint for the deployment and with the options of an answer."""
     deployment, options = answer.question.deployment, answer.question.options
     flags = [f"--gpu {shlex.quote(deployment.gpu.name)}"]
     flags += [f"--{name} {size}" for name in ("tp", "ep", "dp") if (size := getattr(deployment, name)) > 1]
@@ -60,9 +60,9 @@ def convert_command(src: str, answer: Answer) -> str:
 
 
 def serve_converted(dst: str, dtype: str | None, deployment: Deployment, loaders: list[str]) -> str | None:
-    """Return how to serve a converted checkpoint whose config declares `dtype`; None if no loader does.
+    """Return how to serve a converted checkpoint whose config declares `dtype`; None if no loader takes it.
 
-    Plug-ins know method and kernels by themselves.
+    The line has no options for method and kernels, which plug-ins choose by themselves.
     """
     wanted = "sglang" if is_sglang(deployment.engine) else "vllm"
     for engine in dict.fromkeys((wanted, "vllm", "sglang")):
@@ -74,7 +74,7 @@ def serve_converted(dst: str, dtype: str | None, deployment: Deployment, loaders
 
 
 def serve_source(src: str, checkpoint: Checkpoint, answer: Answer) -> str | None:
-    """Return the command that serves a source with the engine's own choice; None if that would harm its answers."""
+    """Return the command line that serves a source with the engine's own backend; None if outputs would be wrong."""
     verdict = answer.verdict
     deployment, sglang = verdict.deployment, is_sglang(verdict.engine)
     if verdict.engine == BUILTIN or _harmed(checkpoint, answer):
@@ -86,7 +86,7 @@ def serve_source(src: str, checkpoint: Checkpoint, answer: Answer) -> str | None
 
 
 def _harmed(checkpoint: Checkpoint, answer: Answer) -> bool:
-    """Return whether the engine runs 4- or 8-bit activations of experts whose static scales are at fault."""
+    """Return whether the engine quantises activations by static scales that are missing or unusable."""
     parts = (part for part in answer.parts if not is_weight_only(part.verdict))
     return any(checkpoint.scale_faults(layer) for part in parts for layer in part.layers)
 
@@ -96,24 +96,24 @@ def _is_shell(command: str | None) -> bool:
 
 
 def _start(path: str, dtype: str | None, deployment: Deployment, *, sglang: bool) -> str:
-    """Return the start of an engine with the flags that ranks and activations need."""
+    """Return the command line that starts an engine, with the options for ranks and the activation dtype."""
     wanted = _DTYPES[deployment.dtype]
     env = [f"{name}={shlex.quote(value)}" for name, value in deployment.env]
     start = f"python -m sglang.launch_server --model-path {path}" if sglang else f"vllm serve {path}"
     ranks = _sglang_ranks(deployment) if sglang else _vllm_ranks(deployment)
-    # Engines take the dtype that the config declares.
+    # Without an option, engines take the dtype that the config declares.
     return " ".join([*env, start, *ranks, *([f"--dtype {wanted}"] if dtype != wanted else [])])
 
 
 def _sglang_ranks(deployment: Deployment) -> list[str]:
-    """Return SGLang's options: ranks of expert parallelism are those of tensor parallelism."""
+    """Return SGLang's options for ranks; expert parallelism uses the ranks of tensor parallelism."""
     tp, ep, dp = max(deployment.tp, deployment.ep), deployment.ep, deployment.dp
     sizes = {"--tp-size": tp, "--ep-size": ep, "--dp-size": dp}
     return [f"{option} {size}" for option, size in sizes.items() if size > 1]
 
 
 def _vllm_ranks(deployment: Deployment) -> list[str]:
-    """Return vLLM's options: experts are spread over all ranks of tensor, data and context parallelism."""
+    """Return vLLM's options for ranks; experts are spread over all ranks of tensor, data and context parallelism."""
     ep, dp, pcp = deployment.ep, deployment.dp, deployment.pcp
     tp = max(1, ep // (dp * pcp)) if ep > 1 else deployment.tp
     sizes = {"--tensor-parallel-size": tp, "--data-parallel-size": dp, "--prefill-context-parallel-size": pcp}

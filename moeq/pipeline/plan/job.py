@@ -1,7 +1,7 @@
-"""A conversion as a job that any process can open again: what was asked for, the source, the decision and the plan.
+"""A conversion as a job that any process can open again: the request, the source, the decision and the plan.
 
-`JobRequest` is plain data and travels (to a cluster's workers, to another machine); `open_job` makes the same plan of
-it everywhere, and the digest of that plan names the job.
+`JobRequest` is plain data that can be sent to a cluster's workers or to another machine. `open_job` makes the same plan
+from it everywhere, and the digest of that plan names the job.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class JobRequest:
         return Question(self.deployment, self.options)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; options stand beside the source, as journals and plans have always had them."""
+        """Return plain values; options stand beside the source, as in the journals and plans of all versions."""
         own = {"src": self.src, "deployment": asdict(self.deployment), "revision": self.revision}
         return {**own, **asdict(self.options)}
 
     @classmethod
     def from_json(cls, row: Any, what: str = "the journal's request", code: str = READ_ERROR) -> JobRequest:
-        """Read what `to_json` gives. Raises MoeqError with that code for anything else."""
+        """Read the values that `to_json` gives. Raises MoeqError with `code` for other values; `what` names the row."""
         names = {field.name for field in fields(ConvertOptions)}
         if not isinstance(row, Mapping):
             return read_as(cls, row, what, code)
@@ -64,12 +64,12 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Work:
-    """A plan and the source that it reads: everything that executing units takes."""
+    """A plan and the source that it reads: everything that executing units needs."""
 
     checkpoint: Checkpoint  #: the source, opened
     plan: Plan  #: files and units
-    #: Classes that execute units which neither pack nor copy, by type of unit
-    #: (`moeq.pipeline.pack.unit_worker.UnitWorker`).
+    #: Type of unit to the worker class (`moeq.pipeline.pack.unit_worker.UnitWorker`), for units other than `PackUnit`
+    #: and `CopyUnit`.
     workers: ClassVar[Mapping[type[Unit], type[Any]]] = {}
 
 
@@ -89,7 +89,7 @@ class OpenedJob(Work):
 class Job(Shown, OpenedJob):
     """A conversion, ready to run."""
 
-    request: JobRequest  #: what was asked for
+    request: JobRequest  #: source, deployment and options
     answer: Answer  #: backend and layout of every layer
     side_files: SideFiles  #: what becomes of the source's other files
 
@@ -105,10 +105,10 @@ class Job(Shown, OpenedJob):
 
 
 def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: str | None = None) -> Job:
-    """Open the source, decide and plan. `checkpoint` is the source if it is open already.
+    """Open the source, decide and plan. `checkpoint` is the source if it is open already, `expect` a plan's digest.
 
-    Raises MoeqError `usage.already-converted`, `usage.other-plan` if the digest is not the expected one, and what
-    `advised`, `plan_side_files` and `make_plan` raise.
+    Raises MoeqError `usage.already-converted`, `usage.other-plan` if the plan has not the expected digest, and the
+    errors of `advised`, `plan_side_files` and `make_plan`.
     """
     checkpoint = checkpoint or open_checkpoint(request.src, revision=request.revision)
     checkpoint.require_source()
@@ -129,7 +129,7 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
 
 
 def places(source: Source) -> list[Path]:
-    """Return the folders of a source on this machine: its own, and those of files that it links to."""
+    """Return the folders of a source on this machine: its own, and the folders of files that it links to."""
     if isinstance(source, LocalSource):
         files = [source.path(file.name) for file in source.files]
         return [*source.roots, *{Path(os.path.realpath(path)).parent for path in files if path.is_symlink()}]

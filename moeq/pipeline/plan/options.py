@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class ConvertOptions:
     """Choices that decide the bytes of a conversion, beside its source and its deployment."""
 
-    #: Id of the layout to write, which a backend of the engine has to read there; None takes what fits best.
+    #: Id of the layout to write, which a backend of the engine has to read on the GPU; None: the layout that fits best.
     layout: str | None = None
-    #: Write `layout` even if no backend reads it there; the layout still has to fit the weights.
+    #: Write `layout` even if no backend reads it on the GPU; the layout still has to fit the weights.
     force_layout: bool = False
     #: Weights per scale to write; scales and zero points are repeated. None keeps the groups of the source.
     regroup: int | None = None
@@ -40,8 +40,8 @@ class ConvertKeywords(TypedDict, total=False):
 class Ranks:
     """Numbers of ranks that experts are divided among."""
 
-    tp: int = 1  #: ranks that share every expert; 1 under expert parallelism, which takes them all
-    ep: int = 1  #: ranks that share the list of experts
+    tp: int = 1  #: ranks that share every expert; 1 under expert parallelism, which keeps experts whole
+    ep: int = 1  #: ranks among which the experts are divided
 
     @classmethod
     def of(cls, tp: int, ep: int) -> Ranks:
@@ -49,13 +49,13 @@ class Ranks:
         return cls(1 if ep > 1 else tp, ep)
 
 
-#: Options that nobody changed, and a single rank.
+#: Default options, and the ranks of a single process.
 DEFAULTS, ONE_RANK = ConvertOptions(), Ranks()
 
 
 @dataclass(frozen=True)
 class Question:
-    """The question that the join of oracle, layouts and checkpoint answers (`moeq.pipeline.plan.decide`)."""
+    """A question that `moeq.pipeline.plan.decide` answers: whether and how to convert for a deployment."""
 
     deployment: Deployment  #: where the checkpoint is to run
     options: ConvertOptions = DEFAULTS  #: options of the conversion

@@ -1,4 +1,4 @@
-"""The nearest alternatives if the answer is no; each is tried before it is suggested."""
+"""Suggestions of the nearest changes if the answer is no; each is tried before it is suggested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeq.pipeline.plan.layer_verdict import first_layer, judge_checkpoint
 from moeq.pipeline.plan.options import Question
 from moeq.spelling import option, together
 
-#: Asks about the checkpoint: returns the backend if the answer is yes, otherwise None.
+#: Function that asks a question about the checkpoint: it returns the backend if the answer is yes, otherwise None.
 Ask = Callable[[Question], str | None]
 
 #: Devices that are tried if nothing else helps.
@@ -28,18 +28,19 @@ MOST = 3
 class Suggestion:
     """One change that works."""
 
-    text: str  #: the options that make it, as a user would type them, and what they mean
+    text: str  #: options of the change, as a user would type them, and what they mean
     question: Question  #: the question with that change; its answer is yes
 
 
 def nearest(checkpoint: Checkpoint, question: Question, ask: Ask) -> tuple[Suggestion, ...]:
-    """Find the nearest changes whose answer is yes, at most one of a kind."""
+    """Return the nearest changes whose answer is yes, at most one of each kind."""
     works = (next(_working(ask, kind), None) for kind in _kinds(checkpoint, question))
     found = tuple(islice((change for change in works if change is not None), MOST))
     return found or tuple(islice(_working(ask, _plainest(question)), 1))
 
 
 def _working(ask: Ask, changes: Iterator[Suggestion]) -> Iterator[Suggestion]:
+    """Yield the changes whose answer is yes, with the backend in their texts."""
     for change in changes:
         backend = ask(change.question)
         if backend is not None:
@@ -47,7 +48,7 @@ def _working(ask: Ask, changes: Iterator[Suggestion]) -> Iterator[Suggestion]:
 
 
 def _kinds(checkpoint: Checkpoint, question: Question) -> Iterator[Iterator[Suggestion]]:
-    """Yield kinds of changes, the least first: the request, how the engine starts, what is written, where it runs."""
+    """Yield kinds of changes, the smallest first: to the request, the engine's start, the written bytes, the device."""
     yield _unforced(question)
     yield _parallel(checkpoint, question)
     yield _regrouped(checkpoint, question)
@@ -79,7 +80,7 @@ def _unforced(question: Question) -> Iterator[Suggestion]:
 
 
 def _parallel(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion]:
-    """Try other sizes, the nearest first; then expert parallelism, which leaves experts whole."""
+    """Yield other sizes, the nearest first; then expert parallelism, which keeps experts whole."""
     tp, ep = question.deployment.tp, question.deployment.ep
     if ep > 1:
         experts = checkpoint.num_experts(first_layer(checkpoint))
@@ -120,7 +121,7 @@ def _switches(question: Question) -> Iterator[Suggestion]:
 
 
 def _backends(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion]:
-    """Try backends that only their name reaches."""
+    """Yield the backends that an engine takes only by name."""
     if question.deployment.backend == "auto" and question.options.layout is None:
         for row in judge_checkpoint(checkpoint, question.deployment, explain=False).candidates:
             if row.flag and row.layout:
@@ -128,7 +129,7 @@ def _backends(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion
 
 
 def _plainest(question: Question) -> Iterator[Suggestion]:
-    """Try one rank without any option, if no single change helps."""
+    """Yield questions for one rank without any option, which are tried if no single change helps."""
     plain = question.opting(layout=None, force_layout=False, regroup=None)
     given = {
         option("layout"): question.options.layout is not None,

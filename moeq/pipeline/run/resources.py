@@ -1,9 +1,9 @@
-"""What a conversion needs: memory, disk, time. Known before it runs, from headers alone; torch is not imported.
+"""What a conversion needs, by headers alone: memory, and how each unit is executed. Imports no torch.
 
-Memory is the process itself, plus per worker one expert's stored bytes twice, its packed bytes twice (both four times
-where they are few) and scratch, whatever the size of the model. Where there is no fast path
-(`moeq.pipeline.pack.fast`), a worker decodes the expert to one byte per code and needs several times as much. The
-constants are measured (`tests/pipeline/test_memory.py` holds them to it).
+Memory is that of the process plus, per worker, one expert's stored bytes twice, its packed bytes twice (both four times
+if they are few) and scratch, whatever the size of the model. Where there is no fast path (`moeq.pipeline.pack.fast`), a
+worker decodes the expert to one byte per code and needs several times as much. The constants are measured
+(`tests/pipeline/test_memory.py` checks them).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.workers import worker_of
 from moeq.spelling import option
 
-#: Bytes of Python with moeq and numpy; of numba, which compiles loops when a machine first uses them (loading compiled
-#: ones takes 100 MiB less); of torch, which only the reference path imports.
+#: Bytes of Python with moeq and numpy; of numba when it compiles loops (loading compiled loops takes 100 MiB less); of
+#: torch, which only the reference path imports.
 BASE_BYTES, COMPILED_BYTES, TORCH_BYTES = 72 * MIB, 160 * MIB, 200 * MIB
 #: Bytes of a tensor's header while the checkpoint is open.
 TENSOR_BYTES = 700
 #: Default ceiling: workers are lowered to stay below it if one worker can.
 USUAL_CEILING = 2**30
 
-#: Up to this size of the buffers for one reader and one writer, a worker has two of each: megabytes in flight keep a
-#: disk busy, not requests.
+#: Largest size of the buffers for one reader and one writer with which a worker gets two of each: a disk is busy only
+#: if megabytes are in flight.
 SMALL_BUFFERS = 16 * MIB
 
-#: Assumed rates for estimates of time: bytes read per second and worker, by the way a unit takes.
+#: Assumed rates for estimates of time: way of a unit to bytes read per second and worker.
 RATES: dict[Way, float] = {"fast": 0.8e9, "reference": 0.06e9, "copy": 1.0e9}
 
 # By hand: humanfriendly reads Kubernetes' `8Gi` as 8 GB and `8 gallons` as 8 GB, without an error.
@@ -61,15 +61,15 @@ class Memory:
     """Memory of a whole conversion."""
 
     base: int  #: bytes of the process, whatever the threads do
-    per_worker: int  #: bytes that every thread adds
-    workers: int  #: threads
-    ceiling: int | None  #: what was asked for, or None
+    per_worker: int  #: bytes that every worker adds
+    workers: int  #: count of workers
+    ceiling: int | None  #: ceiling that the user set, or None
     helpers: int = 1  #: threads that read for a worker, and as many that write for it
-    usual: int = USUAL_CEILING  #: ceiling where none was asked for
+    usual: int = USUAL_CEILING  #: ceiling where the user set none
 
     @property
     def peak(self) -> int:
-        """Upper bound of the bytes."""
+        """Upper bound of the bytes of the whole process."""
         return self.base + self.workers * self.per_worker
 
     def spare(self) -> SpareMemory:
@@ -107,14 +107,14 @@ def plan_memory(
     Args:
         work: source and plan.
         units: units that are executed.
-        workers: threads wanted.
+        workers: largest count of workers.
         ceiling: bytes that the process must never exceed. None: `usual`, which a single worker may exceed.
-        max_helpers: most threads that read for one worker.
-        usual: the usual ceiling.
+        max_helpers: largest count of threads that read for one worker.
+        usual: ceiling without a `ceiling`.
 
     Raises MoeqError `resources.memory` if not even one worker fits below the ceiling, with the arithmetic.
     """
-    # All copies need the same; of the ranks of a stack the first has most experts.
+    # Units of a kind need the same memory; of the ranks of a stack the first has the most experts.
     first = {unit.kind: unit for unit in reversed(units)}
     needs = {kind: need_of(work, unit) for kind, unit in first.items()}
     base = base_bytes(work.checkpoint, needs.values())

@@ -1,4 +1,4 @@
-"""What is known of a finished unit, and how its bytes are recognised later. No torch."""
+"""Records of finished units, and digests by which their bytes are recognised later. No torch."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """A unit that is finished: its bytes are on disk and proven.
+    """Record of a finished unit, whose bytes are on disk and proven.
 
-    Two executions of one unit give equal records, whoever executes it.
+    Two executions of one unit give equal records, on any machine.
     """
 
     unit: str  #: id of the unit
-    bytes: int  #: bytes written
+    bytes: int  #: count of written bytes
     tensors: Mapping[str, TensorDigest]  #: digest of each tensor that it wrote
     #: Projection to one logical digest per expert of the unit, in order; empty for copies.
     digests: Mapping[Projection, tuple[str, ...]] = field(default_factory=dict)
-    kept: tuple[str, ...] = ()  #: source tensors that cannot be rebuilt from what was written
-    losses: int = 0  #: stored numbers that packing changed, if that was allowed
-    #: Rows about them, one per projection, if this kind of unit has any.
+    kept: tuple[str, ...] = ()  #: source tensors that cannot be rebuilt from the written bytes
+    losses: int = 0  #: count of stored numbers that packing changed, if that was allowed
+    #: Losses of transcoded projections (`moeq.transcode.compare.Loss.to_json`); empty for packing and copying.
     differences: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        # As `asdict`, which copies every name of thousands of tensors.
+        # Unlike `asdict`, this does not copy every name of thousands of tensors.
         return {**vars(self), "tensors": {name: dict(vars(digest)) for name, digest in self.tensors.items()}}
 
     def fits(self, unit: Unit) -> bool:
-        """Return whether this can be the record of that unit: size, and a digest per expert."""
+        """Return whether this can be the record of that unit, by its size and a digest per expert."""
         if self.unit != unit.id or self.bytes != unit.bytes_out:
             return False
         count = unit.num_digests
@@ -51,7 +51,7 @@ class UnitRecord:
 
 
 def tensor_digests(found: Iterable[tuple[Piece, bytes]]) -> dict[str, TensorDigest]:
-    """Combine digests of pieces (32 bytes each, in order for each tensor) into digests of tensors."""
+    """Combine digests of pieces (32 bytes each, in order within each tensor) into digests of tensors, by name."""
     gathered: dict[str, tuple[int, bytearray]] = {}
     for piece, digest in found:
         gathered.setdefault(piece.tensor, (piece.whole, bytearray()))[1].extend(digest)
@@ -79,7 +79,7 @@ def open_file_digest(fd: int) -> FileDigest:
 
 
 def is_intact(plan: Plan, unit: Unit, record: UnitRecord, folder: OutputFolder, buffer: Bytes | None = None) -> bool:
-    """Return whether a folder still holds the bytes that a record describes. Reads and hashes them all."""
+    """Return whether a folder still holds the bytes that a record describes, after reading and hashing all of them."""
     if not record.fits(unit):
         return False
     buffer = np.empty(CHUNK_BYTES, np.uint8) if buffer is None else buffer
@@ -92,7 +92,7 @@ def is_intact(plan: Plan, unit: Unit, record: UnitRecord, folder: OutputFolder, 
 
 
 def read_digest(fd: int, piece: Piece, buffer: Bytes) -> bytes:
-    """Return the digest of a piece of a file. Raises OSError if the file ends before it."""
+    """Return the digest of a piece of a file. Raises OSError if the file ends before the piece does."""
     digest = blake3()
     for at in range(piece.start, piece.stop, buffer.nbytes):
         chunk = buffer[: min(buffer.nbytes, piece.stop - at)]

@@ -19,14 +19,15 @@ from moeq.spelling import option
 if TYPE_CHECKING:
     from minisign import PublicKey, SecretKey
 
-#: Variable with the password of an encrypted key; asking for one would stop a script.
+#: Environment variable with the password of an encrypted key; a prompt would stop a script.
 PASSWORD_VARIABLE = "MOEQ_SIGN_PASSWORD"
 
+#: Largest key or signature file, in bytes.
 _MOST = 16 << 10
 
 
 class Signer:
-    """A secret key that has been checked, so that nothing fails after hours of work.
+    """A secret key that is checked when it is opened, so that signing does not fail after hours of work.
 
     Raises MoeqError `environment.no-minisign`, `usage.sign-key`.
     """
@@ -35,12 +36,12 @@ class Signer:
         self._key = _secret_key(key)
 
     def sign(self, manifest: bytes) -> bytes:
-        """Make the signature file of a manifest."""
+        """Return the content of the signature file of a manifest."""
         return bytes(self._key.sign(manifest, trusted_comment="file:moeq.json"))
 
 
 def check_signature(manifest: bytes, signature: Path, key: str) -> str:
-    """Return what is wrong with a manifest's signature, in a sentence; an empty text if `key` has signed it.
+    """Return a sentence about what is wrong with a manifest's signature; an empty text if `key` has signed it.
 
     `key` is a minisign public key: a file, or the key itself. Raises MoeqError `environment.no-minisign`,
     `usage.sign-key`.

@@ -1,4 +1,4 @@
-"""Which layers have a fast path: what their format, their layout and their sizes allow."""
+"""Find the fast path of a layer, if its format, its layout and its sizes allow one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moeq.schemes.format import Described, PartSig
 def bind(
     experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan], written: MatrixSpec
 ) -> FastPath | None:
-    """Return the fast path of a role, or None if it has none; `find_fast_path` sees to the compiled loops."""
+    """Return the fast path of a role, or None if it has none; `find_fast_path` checks for compiled loops first."""
     kinds = experts.kinds()
     sigs = _signatures(experts)
     if len(kinds) != 1 or sigs is None:
@@ -41,8 +41,8 @@ def bind(
     spec, splits = kind.spec(role), kind.spec(role).group_size // written.group_size
     if replace(spec, group_size=written.group_size) != written:
         return None
-    # A stored projection that holds one logical one and is packed whole has contiguous rows, or is the transpose of a
-    # contiguous matrix.
+    # A stored projection that holds one logical projection, and is packed as a whole, has contiguous rows or is the
+    # transpose of a contiguous matrix.
     whole = len(shards) == 1 and shards[0].shard.intermediate.size == kind.spec("w2").k
     dense = whole and all(len(reader.holds) == 1 for reader in readers)
     several = [reader.stored.scale_rows if len(reader.holds) == 1 else 1 for reader in readers]
@@ -73,7 +73,7 @@ def _repeated(
 
 
 def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None:
-    """Return dtype and shape of every part of one expert if all experts have the same; otherwise None."""
+    """Return dtype and shape of every part of one expert; None unless they are equal for all experts."""
     if experts.flat:
         return None
     found: dict[StoredName, dict[str, PartSig]] = {}
@@ -92,7 +92,7 @@ def projection_readers(
 ) -> tuple[ProjectionReader[M], ...] | None:
     """Return readers of the stored projections of a role, in the order of the packed rows.
 
-    `stored_as` says how one of them is read; None leaves all of them to the reference path.
+    `stored_as` returns how a stored projection is read; if it returns None, the reference path reads all of them.
     """
     names: tuple[StoredName, ...] = ("down",) if role == "w2" else ("gate", "up", "gate_up")
     readers: list[ProjectionReader[M]] = []
@@ -112,7 +112,7 @@ def projection_readers(
 def _shard_path(layout: Layout, spec: MatrixSpec, plan: ShardPlan, *, dense: bool, repeats: int) -> ShardPath | None:
     """Return the parts of one rank, or None if one of them needs the reference path.
 
-    `repeats` rows of the matrix share a scale.
+    `dense`: views of the parts are contiguous or transposes. `repeats`: count of rows of the matrix that share a scale.
     """
     padding, features = plan.padding, plan.shard.intermediate
     shard, padded = (padding.original_w2, padding.w2) if spec.role == "w2" else (padding.original_w13, padding.w13)

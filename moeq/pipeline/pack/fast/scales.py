@@ -1,4 +1,4 @@
-"""Stored scales as one row for each row of the matrix, and the second-level scale of NVFP4."""
+"""Readers of stored scales, with one row of scales for each row of the matrix, and of NVFP4's second-level scale."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from moeq.schemes.base import Scheme
 from moeq.schemes.format import PartSig
 from moeq.schemes.nvfp4 import divisor_of
 
-#: Bits of a stored scale that are all set for NaN and infinity.
+#: Scale dtype to the bits that are all set in NaN and infinity.
 EXPONENT = {"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "e8m0": 0xFF, "e4m3": 0x7F}
 
+#: Scale dtype to the numpy dtype of its bits.
 WIDTH = {"f16": "u2", "bf16": "u2", "f32": "u4", "e8m0": "u1", "e4m3": "u1"}
 
 
@@ -67,14 +68,14 @@ class StoredScales:
         return found
 
     def blank(self, stored: Array, scratch: Array) -> Array:
-        """Return memory for the scales, `[N, G]`."""
+        """Return the scales `[N, G]` to be filled: a view of the stored ones, or scratch if rows share scales."""
         if self.rows == 1:
             return self._by_rows(self._stored(stored))
         shape = (self.spec.n, self.spec.num_groups)
         return Region(0, self.scratch_bytes).array(scratch, shape, WIDTH[self.spec.scale_dtype])
 
     def finish(self, stored: Array, scratch: Array) -> None:
-        """Store what `blank` gave, where that lies elsewhere: the first of the rows that share a scale."""
+        """Write scales that `blank` gave in scratch to the stored ones: the first of the rows that share a scale."""
         if self.rows > 1:
             np.copyto(self._stored(stored), self.blank(stored, scratch)[:: self.rows])
 
@@ -93,7 +94,7 @@ class GlobalScale:
     """The second-level scale of a matrix, a float32 number."""
 
     sig: PartSig  #: stored dtype and shape
-    divides: bool  #: whether its reciprocal is stored
+    divides: bool  #: whether the reciprocal of the scale is stored
     n: int  #: rows of the matrix
 
     def fits(self) -> bool:
@@ -110,7 +111,7 @@ class GlobalScale:
         return Region(0, self.scratch_bytes).array(scratch, (self.n, 1), "u4")
 
     def read(self, stored: Array, scratch: Array) -> Array | None:
-        """Return the number in every row; None if it cannot be multiplied with."""
+        """Return the number in every row; None if it is not finite, or its reciprocal not positive and finite."""
         number = stored.view(np.float32)[0]
         if self.divides:
             if not number > 0:
@@ -129,7 +130,7 @@ class GlobalScale:
         stored.view(np.float32)[:] = divisor_of(float(number[0])) if self.divides else number
 
     def is_lost(self, stored: Array, scratch: Array) -> bool:
-        """Return whether the stored number does not follow from what was read."""
+        """Return whether the stored number cannot be rebuilt from what was read."""
         again = np.empty(4, np.uint8)
         self.finish(again, scratch)
         return not np.array_equal(again, stored)

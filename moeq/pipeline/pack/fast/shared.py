@@ -1,4 +1,4 @@
-"""What NVFP4 layouts store of a whole matrix: the global scale, and the factor that follows from all local experts."""
+"""Numbers that NVFP4 layouts store per matrix: the global scale, and the factor computed from all local experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GLOBAL, _FACTOR = "global_scale", "scale_factor"
 
 
 class SharedScale:
-    """The global scale of one rank's matrix, `global_scale`, as the source has it."""
+    """The global scale of one rank's matrix, stored as in the source (`global_scale`)."""
 
     #: Factor that scales are multiplied by.
     factor: float = 1.0
@@ -27,11 +27,11 @@ class SharedScale:
     is_known: bool = True
 
     def with_calibration(self, largest: float) -> SharedScale:
-        """Return the calibrated form for experts with that largest scale."""
+        """Return this scale, calibrated for experts whose largest scale is `largest`."""
         return self
 
     def exact(self, read: Sequence[Fields]) -> bool:
-        """Return whether all rows of all projections have one global scale, which comes back as it was."""
+        """Return whether all rows of all projections have one global scale, which unpacks to the same number."""
         bits = {int(one) for fields in read for one in np.unique(fields[_GLOBAL])}
         if len(bits) != 1:
             return False
@@ -43,11 +43,11 @@ class SharedScale:
         packed[_GLOBAL].view(np.uint32)[:] = read[0][_GLOBAL][0]
 
     def of(self, packed: Mapping[str, Array]) -> np.float32:
-        """Compute the source's global scale from the stored numbers."""
+        """Return the source's global scale, computed from the stored numbers."""
         return np.float32(packed[_GLOBAL].view(np.float32)[0])
 
     def holds(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> bool:
-        """Return whether the stored numbers mean the source's global scale."""
+        """Return whether the stored numbers give the source's global scale."""
         found = self.of(packed).view(np.uint32)
         return all(bool((fields[_GLOBAL] == found).all()) for fields in read)
 
@@ -60,7 +60,7 @@ class SharedScale:
 class MarlinScale(SharedScale):
     """Marlin's `global_scale` and `scale_factor` of one rank."""
 
-    layout: MarlinNVFP4  #: the layout, calibrated if it needs that
+    layout: MarlinNVFP4  #: the layout, calibrated if that is known already
 
     @property
     def factor(self) -> float:  # type: ignore[override]
@@ -98,6 +98,6 @@ def shared_scale(layout: Layout) -> SharedScale | None:
 
 
 def stored_largest(packed: Mapping[str, Array]) -> float | None:
-    """Return a largest scale that gives the stored factor; None if the stored number is no factor."""
+    """Return a largest scale that gives the stored factor; None if the stored number is no possible factor."""
     factor = float(packed[_FACTOR].view(np.float32)[0])
     return 448.0 / factor if 1 <= factor <= 2.0**20 and math.frexp(factor)[0] == 0.5 else None
