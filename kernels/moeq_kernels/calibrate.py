@@ -46,15 +46,15 @@ def each_us(call: Callable[[], object], count: int) -> float:
 
 
 def measure(device: torch.device) -> dict[str, object]:
-    """Measure a CUDA device."""
-    far = torch.ones(FAR_BYTES // 4, dtype=torch.int32, device=device)
-    near, word = far[: NEAR_BYTES // 4], far[:1].clone()
-    one, scale = torch.randn(SIZE, SIZE, device=device), torch.ones((), device=device)
-    bf16, int8, e4m3 = one.bfloat16(), (40 * one).to(torch.int8), one.to(torch.float8_e4m3fn)
+    """Return the fields of a CUDA device's `Gpu`, and the rates that were measured on it."""
+    beyond_l2 = torch.ones(FAR_BYTES // 4, dtype=torch.int32, device=device)
+    within_l2, word = beyond_l2[: NEAR_BYTES // 4], beyond_l2[:1].clone()
+    matrix, scale = torch.randn(SIZE, SIZE, device=device), torch.ones((), device=device)
+    bf16, int8, e4m3 = matrix.bfloat16(), (40 * matrix).to(torch.int8), matrix.to(torch.float8_e4m3fn)
     handover = each_us(lambda: word.add_(1), 200)
     measured = {
-        "read": 1e6 * FAR_BYTES / each_us(lambda: torch.max(far), 2),
-        "l2": 1e6 * NEAR_BYTES / max(1e-3, each_us(lambda: torch.max(near), 50) - 2 * handover),
+        "read": 1e6 * FAR_BYTES / each_us(lambda: torch.max(beyond_l2), 2),
+        "l2": 1e6 * NEAR_BYTES / max(1e-3, each_us(lambda: torch.max(within_l2), 50) - 2 * handover),
         "bf16": 2e6 * SIZE**3 / each_us(lambda: bf16 @ bf16.T, 4),
         "int8": 2e6 * SIZE**3 / each_us(lambda: torch._int_mm(int8, int8.T), 4),
         "e4m3": 2e6 * SIZE**3

@@ -71,7 +71,7 @@ class CodeCache:
 
 
 class _UnusableError(Exception):
-    """A folder that cannot be used, with the reason."""
+    """Error for a folder that cannot be used; the message is the reason."""
 
 
 def user_cache(*parts: str, variable: str | None = None) -> CodeCache | None:
@@ -161,4 +161,4 @@ def _require_own(path: Path, found: os.stat_result, forbidden: int) -> None:
     if found.st_uid != os.getuid():
         raise _UnusableError(f"{path} belongs to user {found.st_uid}")
     if found.st_mode & forbidden:
-        raise _UnusableError(f"{path} has mode {found.st_mode & 0o777:04o}, chmod 700 makes it usable")
+        raise _UnusableError(f"{path} has mode {found.st_mode & 0o777:04o}; chmod 700 makes it usable")

@@ -62,7 +62,7 @@ def _conversion(checkpoint: ConvertedCheckpoint, deployment: Deployment, error: 
     except (MoeqError, OSError):
         flags = [f"--{name} {size}" for name in ("tp", "ep") if (size := getattr(deployment, name)) > 1]
         command = " ".join(["moeq convert SRC DST", f"--gpu {shlex.quote(deployment.gpu.name)}", *flags])
-        return f"{command}, if its source {source.name} fits there"
+        return f"{command}, if the source {source.name} fits there"
     return convert_command(shlex.quote(source.name), found) if found.ok and found.error is None else error.hint
 
 

@@ -66,7 +66,7 @@ def parse(shard: str | None, *, push: str | None) -> WorkShard | None:
 
 
 def document(conversion: Conversion) -> dict[str, Any] | None:
-    """Return JSON about a shard; None where everything was to be done."""
+    """Return JSON about a shard; None if the command was not limited to a shard."""
     run = conversion.shard
     if run is None:
         return None

@@ -47,7 +47,7 @@ class Routed:
 
 
 def route(logits: Tensor, rule: RoutingRule, correction_bias: Tensor | None = None) -> Routed:
-    """Apply a top-k rule.
+    """Return the experts that a top-k rule chooses for each token, best first, and their weights.
 
     Args:
         logits: router output `[M, E]`, any float dtype.

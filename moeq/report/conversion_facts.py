@@ -94,7 +94,7 @@ def render_summary(destination: str, plan: Plan, manifest: Manifest, seconds: fl
         ),
         ("time", f"{human_seconds(seconds)}, {rate}/s written"),
         ("proof", proof(facts.packed, facts.losses)),
-        ("digests", f"{facts.digests} recorded, all of them: `{facts.digest[:16]}`"),
+        ("digests", f"{facts.digests} recorded; sha256 of all: `{facts.digest[:16]}`"),
         ("plan", f"`{plan.digest[:16]}`"),
     ]
     return "\n".join([f"### moeq convert: {in_markdown(PurePath(destination).name)}", "", *table(rows), "", ""])
