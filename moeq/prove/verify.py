@@ -130,7 +130,7 @@ def _notes(check: Findings, alone: bool, slow: bool, signed: bool | None) -> Ite
     if check.manifest.files is None:
         source = option("source")
         yield (
-            f"moeq.json was written by a version without digests of files: without {source} only experts were checked, "
+            f"moeq.json was written by a version without file digests: without {source} only the experts were checked, "
             "not other tensors, config.json, tokenizer or code"
         )
     elif not slow and not signed:
