@@ -244,6 +244,25 @@ def test_plain_experts_in_one_transposed_tensor_of_alternating_rows(checkpoints,
     assert (row.name, row.differing, row.first.row, row.first.column) == ("layer 1 expert 3 gate", 1, 2, None)
 
 
+@pytest.mark.parametrize("chunk", [64, 1000, 1 << 20])
+def test_a_large_tensor_is_compared_chunk_by_chunk(chunk: int, checkpoints, tmp_path, monkeypatch) -> None:
+    """The same bytes are equal in any chunks, wherever the tensor lies; a change is named by its byte."""
+    monkeypatch.setattr("moeq.prove.diff._CHUNK", chunk)
+    name = "model.layers.0.input_layernorm.weight"
+
+    def change(tensors: Tensors) -> Tensors:
+        norm = tensors[name].clone()
+        norm[70] += 1
+        return tensors | {name: norm}
+
+    source = checkpoints / "ct-w8a8-qwen3moe"
+    same = rewritten(source, tmp_path / "same", lambda tensors: tensors)
+    assert diff(source, same).equal
+    other = rewritten(source, tmp_path / "other", change)
+    (line,) = diff(source, other).other
+    assert line.startswith(f"{name} differs at byte 14"), "byte 140 or 141 of numbers of two bytes"
+
+
 def test_a_tensor_of_one_side(checkpoints, tmp_path) -> None:
     source = checkpoints / "gptq-int4-g32-qwen3moe"
     more = rewritten(source, tmp_path / "more", lambda tensors: tensors | {"model.extra": torch.ones(3)})
