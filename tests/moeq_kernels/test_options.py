@@ -100,7 +100,7 @@ def test_batched_argument_errors(device: torch.device) -> None:
     x = torch.zeros(4, 3, 128, dtype=torch.bfloat16, device=device)
     with pytest.raises(KernelArgumentError, match=r"num_tokens is int64 \[3\]; with x bfloat16 \[4, 3, 128\]"):
         fused_moe_batched(x, packed, torch.zeros(3, dtype=torch.int64, device=device))
-    with pytest.raises(KernelArgumentError, match=r"x is bfloat16 \[2, 3, 128\], but there are 4 experts"):
+    with pytest.raises(KernelArgumentError, match=r"x is bfloat16 \[2, 3, 128\], but `experts` holds 4 experts"):
         fused_moe_batched(x[:2], packed, torch.zeros(2, dtype=torch.int64, device=device))
 
 

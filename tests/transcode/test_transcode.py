@@ -333,8 +333,8 @@ def test_only_its_own_output_is_replaced(checkpoints: Path, tmp_path: Path) -> N
     ("name", "options", "code", "text"),
     [
         ("ct-int4-g128-qwen3moe", {"to": "gguf"}, "usage.target", "no format is called 'gguf'"),
-        ("ct-int4-g128-qwen3moe", {"to": "nvfp4"}, "usage.target", "no packed integers"),
-        ("ct-mxfp4-qwen3moe", {"to": "gptq"}, "usage.target", "no MXFP4"),
+        ("ct-int4-g128-qwen3moe", {"to": "nvfp4"}, "usage.target", "but not packed integers"),
+        ("ct-mxfp4-qwen3moe", {"to": "gptq"}, "usage.target", "but not MXFP4"),
         ("ct-mxfp4-qwen3moe", {"to": "mxfp4"}, "usage.target", "gpt_oss only"),
         ("mxfp4-gptoss", {"to": "mxfp4", "names": "mlp"}, "usage.names", "stacked tensors only"),
         ("ct-int4-g128-qwen3moe", {"to": "gptq", "names": "stacked"}, "usage.names", "no tool writes stacked"),
