@@ -148,7 +148,8 @@ class Barriers:
     def __init__(self) -> None:
         self._states: dict[int, list[int]] = {}
         self._changed = threading.Condition()
-        self._running, self._waiting = 1, list[tuple[list[int], int]]()
+        self._running = 1
+        self._waiting: dict[int, tuple[list[int], int]] = {}  # by thread: equal states are of different barriers
 
     def _count(self, shared: Shared, arrivals: int, moved: int) -> None:
         with self._changed:
@@ -178,20 +179,20 @@ class Barriers:
         _seen("wait", None, shared, phase)
         waiting = (self._states[shared.memory.data_ptr()], int(phase))
         with self._changed:
-            self._waiting.append(waiting)
+            self._waiting[threading.get_ident()] = waiting
             self._changed.notify_all()
             try:
                 assert self._changed.wait_for(lambda: self._passed(waiting) or self._is_stuck(), timeout=120)
                 assert self._passed(waiting), "waits forever"
             finally:
-                self._waiting.remove(waiting)
+                del self._waiting[threading.get_ident()]
 
     @staticmethod
     def _passed(waiting: tuple[list[int], int]) -> bool:
         return waiting[0][3] != waiting[1]
 
     def _is_stuck(self) -> bool:
-        return len(self._waiting) >= self._running and not any(map(self._passed, self._waiting))
+        return len(self._waiting) >= self._running and not any(map(self._passed, self._waiting.values()))
 
     def run_on(self, more: int) -> None:
         """So many partitions more, or fewer, go on running."""
