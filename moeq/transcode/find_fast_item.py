@@ -27,7 +27,7 @@ _Signatures = Mapping[StoredName, Mapping[str, PartSig]]
 
 
 def rows_of(entry: TensorEntry, rows: Span | None) -> Span:
-    """Return the span of some rows of a stored tensor; `rows` None: of all rows."""
+    """Return the span of some rows of a stored tensor, or of all rows where `rows` is None."""
     if rows is None:
         return entry.start, entry.end
     size = entry.nbytes // entry.shape[0]

@@ -31,7 +31,7 @@ def test_the_newest_version_is_assumed(writer: str | None, version: tuple[int, .
 
 
 def test_orders_of_scales_of_marlin() -> None:
-    """vLLM's `get_scale_perms`: of several groups, and of one."""
+    """The orders are those of vLLM's `get_scale_perms`, for scales of several groups and of one group."""
     assert marlin_v1._scale_order(grouped=True)[:10] == [0, 8, 16, 24, 32, 40, 48, 56, 1, 9]
     single = [0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27]
     assert marlin_v1._scale_order(grouped=False) == [*single, *(one + 4 for one in single)]

@@ -38,7 +38,7 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
 
 
 def _with_gate(verdict: Verdict, text: str, remedy: str) -> Verdict:
-    """Return the verdict with a failed gate: of its backends, only those that read a layout of moeq still work."""
+    """Return the verdict with a failed gate. Only the backends that read a layout of moeq still work."""
     gate = Gate("G12", "names of experts", False, text, "ValueError", "LOADING", remedy)
     reason = Reason(gate.code, gate.text)
     rows = tuple(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import gluon_on_cpu
+from support import gluon_on_cpu, mbarriers_on_cpu
 from support.cases import make_layer, route
 from support.handover.__main__ import cases
 
@@ -68,10 +68,10 @@ def test_every_program_waits(case: Any, routed: str, monkeypatch: pytest.MonkeyP
         for module in (gemm, routing, rows):
             monkeypatch.setattr(module, "gdc_wait", waits.by_triton)
             monkeypatch.setattr(module, "gdc_launch_dependents", lambda: None)
-        gluon_on_cpu.listen(waits)
+        mbarriers_on_cpu.listen(waits)
         try:
             gluon_on_cpu.run_all([launch], roots)
         finally:
-            gluon_on_cpu.listen(None)
+            mbarriers_on_cpu.listen(None)
         programs = torch.tensor(launch.programs).prod().item()
         assert len(waits.waited) == programs, launch.kernel

@@ -26,26 +26,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from moeq_kernels import areas
 from moeq_kernels.launch import Launch, run_with_triton
 from support.layout_checks import WARPS, in_registers, in_shared_memory, is_power
+from support.mbarriers_on_cpu import Barriers, seen
 from support.ptx_on_cpu import Value, inline_asm, value
-
-
-class Observed:
-    """Told what warps do with shared memory and mbarriers, if it has a listener: see `handover`."""
-
-    listener: Any = None
-    warps = threading.local()
-
-    def __call__(self, what: str, shared: Shared | None = None, bar: Shared | None = None, number: Any = 0) -> None:
-        if self.listener is not None:
-            self.listener(getattr(self.warps, "partition", None), what, shared, bar, int(number))
-
-
-_seen = Observed()
-
-
-def listen(listener: Any) -> None:
-    """From now on `listener` is told what kernels do; None: nobody is."""
-    _seen.listener = listener
 
 
 class Pointer:
@@ -107,7 +89,7 @@ class Shared:
         self.memory, self.dtype = memory, Dtype(memory.dtype)
 
     def store(self, content: Tensor) -> None:
-        _seen("write", self)
+        seen("write", self)
         self.memory.copy_(content)
 
     def index(self, number: Any) -> Shared:
@@ -121,7 +103,7 @@ class Shared:
 
     def load(self, layout: Any) -> Value:
         in_registers(layout, self.memory.shape)
-        _seen("read", self)
+        seen("read", self)
         return value(self.memory.clone())
 
 
@@ -142,77 +124,10 @@ class Box:
         return found
 
 
-class Barriers:
-    """mbarriers of one program, by address."""
-
-    def __init__(self) -> None:
-        self._states: dict[int, list[int]] = {}
-        self._changed = threading.Condition()
-        self._running = 1
-        self._waiting: dict[int, tuple[list[int], int]] = {}  # by thread: equal states are of different barriers
-
-    def _count(self, shared: Shared, arrivals: int, moved: int) -> None:
-        with self._changed:
-            state = self._states[shared.memory.data_ptr()]
-            state[1] -= arrivals
-            state[2] += moved
-            assert state[1] >= 0, "more arrivals than an mbarrier counts"
-            if state[1] == 0 and state[2] == 0:
-                state[1], state[3] = state[0], state[3] ^ 1
-                self._changed.notify_all()
-
-    def init(self, shared: Shared, count: int) -> None:
-        _seen("init", None, shared, count)
-        self._states[shared.memory.data_ptr()] = [count, count, 0, 0]  # arrivals of a phase, missing ones, bytes, phase
-
-    def expect(self, shared: Shared, moved: Any, pred: Any = True) -> None:
-        if pred:
-            _seen("expect", None, shared, moved)
-            self._count(shared, 1, int(moved))
-
-    def arrive(self, shared: Shared, count: int = 1, pred: Any = True) -> None:
-        if pred:
-            _seen("arrive", None, shared, count)
-            self._count(shared, count, 0)
-
-    def wait(self, shared: Shared, phase: Any) -> None:
-        _seen("wait", None, shared, phase)
-        waiting = (self._states[shared.memory.data_ptr()], int(phase))
-        with self._changed:
-            self._waiting[threading.get_ident()] = waiting
-            self._changed.notify_all()
-            try:
-                assert self._changed.wait_for(lambda: self._passed(waiting) or self._is_stuck(), timeout=120)
-                assert self._passed(waiting), "waits forever"
-            finally:
-                del self._waiting[threading.get_ident()]
-
-    @staticmethod
-    def _passed(waiting: tuple[list[int], int]) -> bool:
-        return waiting[0][3] != waiting[1]
-
-    def _is_stuck(self) -> bool:
-        return len(self._waiting) >= self._running and not any(map(self._passed, self._waiting.values()))
-
-    def run_on(self, more: int) -> None:
-        """So many partitions more, or fewer, go on running."""
-        with self._changed:
-            self._running += more
-            self._changed.notify_all()
-
-    def copied(self, shared: Shared, moved: int) -> None:
-        """Bytes have come."""
-        self._count(shared, 0, -moved)
-
-    @staticmethod
-    def MBarrierLayout() -> None:
-        return None
-
-
 def tma_load(box: Box, place: list[Any], bar: Shared, target: Shared, pred: Any = True) -> None:
     """Copy as the copy engine does."""
     if pred:
-        _seen("copy", target, bar, target.memory.numel() * target.memory.itemsize)
+        seen("copy", target, bar, target.memory.numel() * target.memory.itemsize)
         target.memory.copy_(box.load(place))
         LANGUAGE.barriers.copied(bar, target.memory.numel() * target.memory.itemsize)
 
@@ -233,7 +148,7 @@ def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
 
 def rows_load(shared: Shared, pointer: Pointer, mask: Any = None) -> None:
     """cp.async: masked elements become 0."""
-    _seen("gather", shared)
+    seen("gather", shared)
     shared.memory.copy_(pointer.load(mask, 0))
 
 
@@ -376,7 +291,7 @@ class Language:
         counts = [WARPS.count, *warps]
 
         def start(number: int) -> None:
-            _seen.warps.partition, WARPS.count = number, counts[number]
+            seen.warps.partition, WARPS.count = number, counts[number]
             function, given = partitions[number]
             try:
                 function(*given)
@@ -397,14 +312,14 @@ def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async:
     """Run wgmma with its right operand in shared memory, and the left one there or in registers."""
     for operand in (a, b):
         if isinstance(operand, Shared):
-            _seen("product", operand)
+            seen("product", operand)
     left = a.memory.clone() if isinstance(a, Shared) else a
     return mma(left, value(b.memory.clone()), acc if use_acc else value(torch.zeros_like(acc)))
 
 
 def warpgroup_mma_wait(number: int, deps: tuple[Value, ...]) -> Any:
     """Return the operands that were waited for."""
-    _seen("products", number=number)
+    seen("products", number=number)
     return deps[0] if len(deps) == 1 else deps
 
 
@@ -479,10 +394,10 @@ _OTHERS: dict[str, Any] = {
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "mbarrier": _Mbarrier(),
     "async_copy": types.SimpleNamespace(
-        commit_group=lambda: _seen("commit"), wait_group=lambda number: _seen("committed", number=number)
+        commit_group=lambda: seen("commit"), wait_group=lambda number: seen("committed", number=number)
     ),
-    "fence_async_shared": lambda: _seen("fence"),
-    "gdc_wait": lambda: _seen("grids"),
+    "fence_async_shared": lambda: seen("fence"),
+    "gdc_wait": lambda: seen("grids"),
     **dict.fromkeys(("barrier", "gdc_launch_dependents"), _nothing),
 }
 
@@ -525,7 +440,7 @@ def run(launch: Launch, roots: Mapping[str, Tensor]) -> None:
     LANGUAGE.grid, WARPS.count = (*launch.programs, 1, 1)[:3], launch.options.get("num_warps", 4)
     for place in itertools.product(*map(range, reversed(LANGUAGE.grid))):
         LANGUAGE.program, LANGUAGE.barriers = place[::-1], Barriers()
-        _seen.warps.partition = None
-        if _seen.listener is not None:
-            _seen.listener.begin(launch.kernel.rpartition(":")[2])
+        seen.warps.partition = None
+        if seen.listener is not None:
+            seen.listener.begin(launch.kernel.rpartition(":")[2])
         kernel(**given, **constants)

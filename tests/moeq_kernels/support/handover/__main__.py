@@ -71,7 +71,7 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
 
 def recorded(family: str, recipe: Recipe, plan: Any, tokens: int) -> Recorder:
     """Record one call of a layer."""
-    from support import gluon_on_cpu
+    from support import gluon_on_cpu, mbarriers_on_cpu
 
     from moeq_kernels.prepared import prepare_for
     from moeq_kernels.problem import tensors_of
@@ -88,11 +88,11 @@ def recorded(family: str, recipe: Recipe, plan: Any, tokens: int) -> Recorder:
     roots |= {"workspace": torch.full((planned.workspace_bytes,), 255, dtype=torch.uint8), **layer._tensors}
     assert tensors_of(packed)
     found = Recorder()
-    gluon_on_cpu.listen(found)
+    mbarriers_on_cpu.listen(found)
     try:
         gluon_on_cpu.run_all(planned.launches, roots)
     finally:
-        gluon_on_cpu.listen(None)
+        mbarriers_on_cpu.listen(None)
     return found
 
 

@@ -45,7 +45,7 @@ def _weight_bytes(group, scale_bits):
 
 @constexpr_function
 def boxes(tokens):
-    """Return the numbers of boxes of a tile's two products: of a power of two of tokens, and of the other tokens."""
+    """Return how many boxes of tokens each of a tile's two products has; the first has a power of two of tokens."""
     main = wide_copies.main_height(tokens) // 32
     return main, tokens // 32 - main
 
