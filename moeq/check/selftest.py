@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moeq.check.results import CheckReport, SabotageResult, SelftestReport
-from moeq.check.run_check import Opened, check_opened, open_both
+from moeq.check.run_check import DTYPES, Opened, check_opened, open_both, prepare_device
 from moeq.check.sabotage import SABOTAGES, Sabotage
 from moeq.check.sampling import CheckOptions
 from moeq.checkpoint.manifest import LayerEntry, Projection, StackedRole
@@ -24,7 +24,6 @@ from moeq.layouts.registry import get_layout
 from moeq.load.packed_sample import load_packed
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
-from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint, written_padding
 
 #: Token counts of the damaged checkpoint's runs, beside the run whose tokens all go to the same experts.
@@ -95,10 +94,9 @@ def selftest(
         raise MoeqError("usage.selftest", f"{dst} is written rank by rank", "self-test a conversion for one rank")
     overlay = OverlaySource(Path(dst), str(dst))
     converted = ConvertedCheckpoint(overlay, opened.manifest)
-    reference = opened.reference if opened.reference.kind == "source" else open_checkpoint(dst)
     planted = _plant(converted, overlay, entry, torch.Generator().manual_seed(seed))
     experts = sorted({site.expert for one in planted for site in one.sites} | set(range(min(2, entry.num_experts))))
-    damaged = replace(opened, converted=converted, reference=reference)
+    damaged = replace(opened, converted=converted)  # its reference reads the files, which stay undamaged
     by_digest = check_opened(damaged, CheckOptions(kernels=False, digest_layers=(entry.layer,)))
     numeric = CheckOptions(
         layers=(entry.layer,), experts=experts, tokens=TOKENS, seed=seed, device=device, digests=False, whole=False
@@ -191,7 +189,7 @@ class _Sites:
 
 def _rows(matrix: QuantizedMatrix, site: Site) -> slice:
     half = matrix.spec.n // 2
-    if matrix.spec.role != "w13" or not matrix.spec.gated or len(site.projections) > 1:
+    if matrix.spec.role != "w13" or not matrix.spec.gated:
         return slice(0, matrix.spec.n)
     return slice(0, half) if site.projections[0] == "gate" else slice(half, matrix.spec.n)
 
@@ -246,12 +244,10 @@ def _swapped_arguments(opened: Opened, entry: LayerEntry, dtype: str, device: st
     """Call `fused_moe` with ids and weights, both `[tokens, top_k]`, exchanged, which it has to refuse."""
     from moeq_kernels import KernelArgumentError, fused_moe
 
-    where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    experts = load_packed(opened.converted, entry, range(min(2, entry.num_experts)), where)[0].experts
-    kind = torch.float16 if dtype == "fp16" else torch.bfloat16
-    x = torch.zeros(1, entry.matrices["w13"].spec.k, dtype=kind, device=where)
-    ids = torch.tensor([[0, 1]][: min(2, entry.num_experts)], device=where)
-    weights = torch.ones(ids.shape, device=where)
+    where = prepare_device(device)
+    experts = load_packed(opened.converted, entry, (0,), where)[0].experts
+    x = torch.zeros(1, entry.matrices["w13"].spec.k, dtype=DTYPES[dtype], device=where)
+    ids, weights = torch.zeros(1, 1, dtype=torch.int64, device=where), torch.ones(1, 1, device=where)
     refused = None
     try:
         fused_moe(x, experts, ids, weights)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import LayerEntry, MatrixEntry, StackedRole
-from moeq.load.ranks import RankPart, whole_matrices
+from moeq.load.ranks import whole_matrices
 from moeq.load.torch_loader import packed_experts
 from moeq.model import Checkpoint
 
@@ -41,9 +41,7 @@ def load_packed(
     import torch
 
     def load(matrices: Mapping[StackedRole, MatrixEntry], rows: Sequence[int]) -> PackedExperts:
-        everyone = (0, len(rows))
-        part = RankPart(everyone, everyone, whole_matrices(matrices))
-        return packed_experts(checkpoint, entry, part, device, rows)
+        return packed_experts(checkpoint, entry, whole_matrices(matrices), [(row, row + 1) for row in rows], device)
 
     if not entry.ranks:
         features = slice(0, entry.matrices["w2"].spec.k)

@@ -10,11 +10,11 @@ With tensor parallelism every rank computes a part of each expert, with expert p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from moeq.checkpoint.manifest import LayerEntry, not_converted
+from moeq.checkpoint.manifest import LayerEntry, StackedRole, not_converted
 from moeq.errors import MoeqError
 from moeq.layouts.base import W13Order
 from moeq.layouts.registry import get_layout, layout_class
@@ -84,7 +84,7 @@ def load_experts(
     target, rank = torch.device(device), Rank(tp_rank, tp_size, ep_rank, ep_size)
     part = checked_part(checkpoint, entry, rank, target, verify=verify, check_gpu=check_gpu)
     check_groups(entry, part)
-    experts = packed_experts(checkpoint, entry, part, target)
+    experts = packed_experts(checkpoint, entry, part.matrices, [part.rows], target)
     return experts.quantising(activation_dtype) if activation_dtype else experts
 
 
@@ -279,20 +279,24 @@ def check_layer_digests(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> N
 
 
 def packed_experts(
-    checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, device: torch.device, rows: Sequence[int] | None = None
+    checkpoint: Checkpoint,
+    entry: LayerEntry,
+    matrices: Mapping[StackedRole, MatrixPart],
+    spans: Sequence[tuple[int, int]],
+    device: torch.device,
 ) -> PackedExperts:
     """Read packed experts onto a device, without any check.
 
-    `rows` are numbers of experts within the stacked tensors, in the wanted order; None: the rows of `part`.
+    `spans` are `(start, stop)` of experts within the stacked tensors, in the wanted order.
     """
     import torch
 
     tensors = {}
-    for role, matrix in part.matrices.items():
-        spans = [part.rows] if rows is None else [(row, row + 1) for row in rows]
-        read = [read_parts(checkpoint, entry, replace(part, rows=span), matrix, device) for span in spans]
-        tensors[role] = read[0] if rows is None else {name: torch.cat([one[name] for one in read]) for name in read[0]}
-    specs = {role: matrix.spec for role, matrix in part.matrices.items()}
+    for role, matrix in matrices.items():
+        read = [read_parts(checkpoint, entry, RankPart(span, span, matrices), matrix, device) for span in spans]
+        joined = {name: torch.cat([one[name] for one in read]) for name in read[0]} if len(read) > 1 else read[0]
+        tensors[role] = joined
+    specs = {role: matrix.spec for role, matrix in matrices.items()}
     return kernel_experts(entry.layout, specs, tensors, name=f"layer {entry.layer}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 
 import moeq
-from moeq.check.results import SelftestReport
+from moeq.check.results import CheckReport, ExpertError, LayerReport, ProjectionResult, Sample, SelftestReport
 from moeq.check.run_check import open_both
 from moeq.check.sabotage import SABOTAGES, Sabotage
-from moeq.check.selftest import OverlaySource, selftest
+from moeq.check.selftest import OverlaySource, Planted, Site, _false_alarms, _outcome, _rows, _Sites, selftest
 from moeq.check.synthetic import RECIPES
+from moeq.checkpoint.manifest import LayerEntry, MatrixEntry, Projection
+from moeq.digest import DigestDifference
+from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.convert import convert
 
@@ -174,3 +178,125 @@ def test_overlay_shows_patches_and_leaves_the_file(conversions) -> None:
     assert torch.equal(opened.converted.source.read(name), before)
     with pytest.raises(ValueError, match="bytes"):
         overlay.patch(name, 0, b"short")
+
+
+SPECS = {
+    "gated": MatrixSpec("w13", 48, 32, "int4", 32, "f16"),
+    "ungated": MatrixSpec("w13", 48, 32, "int4", 32, "f16", gated=False),
+    "w2": MatrixSpec("w2", 32, 24, "int4", 24, "f16"),
+}
+
+
+def layer(experts: int, w13: str = "gated") -> LayerEntry:
+    matrices = {role: MatrixEntry(SPECS[name], 0, 0, {}) for role, name in (("w13", w13), ("w2", "w2"))}
+    return LayerEntry(0, "experts", experts, "marlin-wna16/1", matrices)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spec", "projection", "rows"),
+    [
+        ("gated", "gate", slice(0, 24)),
+        ("gated", "up", slice(24, 48)),
+        ("ungated", "up", slice(0, 48)),
+        ("w2", "down", slice(0, 32)),
+    ],
+)
+def test_rows_of_a_site(spec: str, projection: Projection, rows: slice) -> None:
+    matrix = QuantizedMatrix(SPECS[spec], torch.empty(0), torch.empty(0))
+    assert _rows(matrix, Site(3, (projection,))) == rows
+
+
+def test_sites_are_handed_out_once_and_expert_by_expert() -> None:
+    anywhere, both = SABOTAGES[0], SABOTAGES[-1]
+    free = _Sites(layer(3))
+    taken = [free.take(one) for one in (anywhere, both, anywhere, anywhere, both, anywhere, anywhere, both)]
+    assert taken == [
+        Site(0, ("gate",)),
+        Site(1, ("gate", "up")),  # gate of expert 0 is taken
+        Site(0, ("up",)),
+        Site(0, ("down",)),
+        Site(2, ("gate", "up")),
+        Site(1, ("down",)),
+        Site(2, ("down",)),
+        None,
+    ]
+    assert free.take(anywhere) is None
+    assert free.take_pair(set()) is None
+    plain = _Sites(layer(2, "ungated"))
+    assert plain.take(both) is None
+    assert [plain.take(anywhere) for _ in range(3)] == [Site(0, ("up",)), Site(0, ("down",)), Site(1, ("up",))]
+    only_down = replace(anywhere, possible=lambda spec: spec.role == "w2")
+    assert [_Sites(layer(2)).take(only_down), plain.take(only_down)] == [Site(0, ("down",)), Site(1, ("down",))]
+
+
+def test_two_experts_are_exchanged_whose_matrices_are_whole() -> None:
+    """w2 where it is free, else w13: the first and the last of the experts, since neighbours may be equal."""
+    assert _Sites(layer(3)).take_pair(set()) == (Site(0, ("down",)), Site(2, ("down",)))
+    assert _Sites(layer(3)).take_pair({("w2", 0), ("w13", 2)}) == (Site(1, ("down",)), Site(2, ("down",)))
+    assert _Sites(layer(2)).take_pair({("w2", 0)}) == (Site(0, ("gate", "up")), Site(1, ("gate", "up")))
+    assert _Sites(layer(2, "ungated")).take_pair({("w2", 1)}) == (Site(0, ("up",)), Site(1, ("up",)))
+    assert _Sites(layer(1)).take_pair(set()) is None
+    assert _Sites(layer(2)).take_pair({("w2", 0), ("w13", 1)}) is None
+    free = _Sites(layer(3))
+    assert free.take(SABOTAGES[0]) == Site(0, ("gate",))
+    assert free.take_pair({("w2", 1), ("w2", 2)}) == (Site(1, ("gate", "up")), Site(2, ("gate", "up")))
+
+
+PASSED = ExpertError(0, 4, relative=0.1, tolerance=0.2, exceedance=0.5, element=(0, 1))
+FAILED = replace(PASSED, expert=1, exceedance=3.0)
+
+
+def kernels(gate: tuple[ExpertError, ...], up: tuple[ExpertError, ...]) -> CheckReport:
+    results = tuple(
+        ProjectionResult(0, name, 32, 0, 0, 0, 1, 0, 1, "exact", (0, 0), None, errors)
+        for name, errors in (("gate", gate), ("up", up))
+    )
+    layers = (LayerReport(Sample(0, (0, 1), (), 1, True), results, 0, ()),)
+    return CheckReport("out", None, "gptq", "x/1", "X", "cpu", "bf16", 0, 0, (), layers, 1, (), 0.0)
+
+
+def digests(*places: tuple[int, Projection]) -> CheckReport:
+    wrong = tuple(DigestDifference(0, expert, name, "stored") for expert, name in places)
+    return replace(kernels((), ()), digest_mismatches=wrong)
+
+
+def test_a_damage_is_caught_where_all_of_its_places_are_reported() -> None:
+    both = Planted("swap gate and up", "gate and up exchanged", (Site(1, ("gate", "up")),))
+    worse = replace(FAILED, exceedance=7.0)
+    found = _outcome(both, digests((1, "gate"), (1, "up")), kernels((PASSED, FAILED), (worse,)))
+    assert (found.sabotage, found.place, found.damage) == (both.name, "expert 1 gate, expert 1 up", both.text)
+    assert found.digest == digests((1, "gate")).digest_mismatches[0].text
+    assert (found.numeric, found.exceedance) == (worse.text, 7.0)
+    partly = _outcome(both, digests((1, "gate"), (0, "up")), kernels((FAILED,), (replace(PASSED, expert=1),)))
+    assert (partly.digest, partly.numeric, partly.exceedance) == (None, None, 3.0)
+
+
+def test_false_alarms_are_what_no_damage_explains() -> None:
+    planted = [Planted("flip a code", "", (Site(1, ("gate",)),)), Planted("swap", "", (Site(0, ("up",)),))]
+    by_digest, by_kernel = digests((1, "gate"), (1, "up")), kernels((PASSED, FAILED), (FAILED,))
+    assert [*_false_alarms(planted, by_digest, by_kernel)] == [
+        by_digest.digest_mismatches[1].text,
+        f"up {FAILED.text}",
+    ]
+    assert [*_false_alarms(planted, digests((0, "up")), kernels((FAILED,), ()))] == []
+
+
+def test_without_the_source_the_undamaged_files_are_the_reference(checkpoints, tmp_path, monkeypatch) -> None:
+    source = shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "source")
+    convert(source, tmp_path / "out", moeq.Deployment(gpu=moeq.gpu("H100")), layout="marlin-wna16/1", force_layout=True)
+    shutil.rmtree(source)
+    monkeypatch.setattr("moeq.check.selftest.SABOTAGES", SABOTAGES[:1])
+    report = selftest(tmp_path / "out")
+    assert [result.caught for result in report.results] == [True] * 3
+    assert report.false_alarms == ()
+    assert report.results[-1].numeric == "refused: topk_weights is int64 [1, 1]; it must be floating point"
+    assert not report.results[-1].data
+
+
+def test_a_conversion_for_several_ranks_is_refused(conversions, checkpoints, tmp_path) -> None:
+    deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=2)
+    convert(checkpoints / "gptq-int4-g32-actorder-qwen3moe", tmp_path / "out", deployment, layout="marlin-act-order/1",
+            force_layout=True)  # fmt: skip
+    with pytest.raises(moeq.MoeqError, match="written rank by rank") as caught:
+        selftest(tmp_path / "out")
+    assert (caught.value.code, caught.value.hint) == ("usage.selftest", "self-test a conversion for one rank")

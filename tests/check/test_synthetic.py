@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -119,9 +120,116 @@ CONFIGS: dict[str, dict[str, object]] = {
 
 def test_configs_are_those_that_tools_write() -> None:
     assert {recipe.name: recipe.quantization for recipe in RECIPES} == CONFIGS
-    family = {"hidden_size": 128, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}
-    assert family.items() <= synthetic._SIZES.items()
-    assert (synthetic._QWEN["norm_topk_prob"], synthetic._QWEN["intermediate_size"]) == (True, 128)
+
+
+#: Sizes of every recipe, under the names of both families.
+SIZES = {
+    "hidden_size": 128, "num_hidden_layers": 1, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+}  # fmt: skip
+QWEN = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 64}
+FAMILIES: dict[bool, dict[str, object]] = {
+    True: {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "intermediate_size": 64, "swiglu_limit": 7},
+    False: {**QWEN, "intermediate_size": 128, "norm_topk_prob": True},
+}
+
+
+def test_models_are_of_the_family_that_has_the_format(tmp_path: Path) -> None:
+    for recipe in RECIPES:
+        recipe.write(tmp_path / recipe.name)
+        config = json.loads((tmp_path / recipe.name / "config.json").read_text())
+        assert config.pop("quantization_config") == CONFIGS[recipe.name]
+        assert config == {**SIZES, **FAMILIES[recipe.name == "mxfp4"]}
+        names = set(load_file(tmp_path / recipe.name / "model.safetensors"))
+        if recipe.name == "mxfp4":
+            parts = {f"experts.{name}_proj_{part}" for name in ("gate_up", "down") for part in ("blocks", "scales")}
+            biases = {"router.weight", "router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"}
+            assert names == {f"model.layers.0.mlp.{one}" for one in parts | biases}
+        else:
+            modules = {name.rpartition(".")[0].removeprefix("model.layers.0.mlp.") for name in names}
+            places = {f"experts.{e}.{name}_proj" for e in range(4) for name in ("gate", "up", "down")}
+            assert modules == places | {"gate"}
+
+
+def fields(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Return the fields of int32 words along a new last axis, the lowest bits first."""
+    found = torch.stack([(words.long() >> shift) & ((1 << bits) - 1) for shift in range(0, 32, bits)], dim=-1)
+    return found if order is None else found[..., list(order)]
+
+
+#: Integer formats: bits, least and greatest stored zero point, and places of consecutive columns in AWQ's words.
+INTEGERS: dict[str, tuple[int, int, int, tuple[int, ...] | None]] = {
+    "gptq-int4": (4, 7, 7, None),  # 8, stored minus one
+    "gptq-int4-asym": (4, 0, 14, None),
+    "gptq-int4-actorder": (4, 7, 7, None),
+    "gptq-int8": (8, 127, 127, None),
+    "awq-int4": (4, 0, 15, (0, 4, 1, 5, 2, 6, 3, 7)),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_have_every_code_in_every_place_of_a_word(name: str, tmp_path: Path) -> None:
+    """AutoGPTQ packs codes along K and AutoAWQ along N, 32 / bits to a word."""
+    bits, least, most, order = INTEGERS[name]
+    (recipe,) = (one for one in RECIPES if one.name == name)
+    recipe.write(tmp_path / name)
+    stored = load_file(tmp_path / name / "model.safetensors")
+    codes, per = [], 32 // bits
+    for projection, n, k in (("gate", 64, 128), ("up", 64, 128), ("down", 128, 64)):
+        for expert in range(4):
+            prefix = f"model.layers.0.mlp.experts.{expert}.{projection}_proj."
+            packed, zeros = stored[prefix + "qweight"], stored[prefix + "qzeros"]
+            assert packed.shape == ((k, n // per) if order else (k // per, n))
+            assert (zeros.shape, stored[prefix + "scales"].shape) == ((k // 32, n // per), (k // 32, n))
+            assert {packed.dtype, zeros.dtype} == {torch.int32}
+            assert stored[prefix + "scales"].dtype == torch.float16
+            codes.append(fields(packed, bits, order).reshape(-1, per))
+            used = fields(zeros, bits, order)
+            assert (int(used.min()), int(used.max())) == (least, most)
+            if f"{prefix}g_idx" in stored:
+                index = stored[f"{prefix}g_idx"].long()
+                assert torch.bincount(index).tolist() == [32] * (k // 32)
+                assert torch.equal(index, torch.arange(k) // 32) == (name != "gptq-int4-actorder")
+    every = torch.cat(codes)
+    for place in range(per):
+        assert len(every[:, place].unique()) == 1 << bits
+        others = [one for one in range(per) if one != place]
+        assert all(not torch.equal(every[:, place], every[:, other]) for other in others)
+
+
+def test_codes_are_where_the_formats_say() -> None:
+    """Draw the numbers with the same seed and find them by the definitions of AutoGPTQ and AutoAWQ."""
+
+    def drawn() -> torch.Generator:
+        return torch.Generator().manual_seed(5)
+
+    codes = torch.randint(16, (64, 16), generator=drawn())
+    awq = synthetic._awq("", 16, 64, drawn())["qweight"]
+    for column in range(16):
+        shift = 4 * (0, 4, 1, 5, 2, 6, 3, 7)[column % 8]
+        assert torch.equal((awq[:, column // 8].long() >> shift) & 15, codes[:, column])
+    gptq = synthetic._gptq(4, 32)("", 16, 64, drawn())["qweight"]
+    for row in range(64):
+        assert torch.equal((gptq[row // 8].long() >> 4 * (row % 8)) & 15, codes[row])
+
+
+def test_stacked_experts_have_the_whole_range(tmp_path: Path) -> None:
+    (recipe,) = (one for one in RECIPES if one.name == "mxfp4")
+    recipe.write(tmp_path / "made")
+    stored = load_file(tmp_path / "made" / "model.safetensors")
+    base = "model.layers.0.mlp.experts."
+    for name, n, k in (("gate_up", 128, 128), ("down", 128, 64)):
+        blocks, scales = stored[f"{base}{name}_proj_blocks"], stored[f"{base}{name}_proj_scales"]
+        assert (blocks.dtype, blocks.shape) == (torch.uint8, (4, n, k // 32, 16))
+        assert len(blocks.unique()) == 256
+        assert (scales.dtype, scales.shape) == (torch.uint8, (4, n, k // 32))
+        assert scales.unique().tolist() == [118, 119, 120, 121, 122]
+        bias = stored[f"{base}{name}_proj_bias"]
+        assert (bias.dtype, bias.shape) == (torch.bfloat16, (4, n))
+        assert 0.8 < float(bias.float().std()) < 1.2
+    assert stored["model.layers.0.mlp.router.weight"].shape == (4, 128)
+    assert stored["model.layers.0.mlp.router.bias"].shape == (4,)
 
 
 def test_numbers_use_the_whole_range_of_their_type(tmp_path: Path) -> None:

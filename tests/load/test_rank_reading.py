@@ -33,6 +33,8 @@ def test_a_tensor_is_compared_with_a_stored_one(checkpoints: Path, monkeypatch: 
     source, tensor = moeq.open(folder).source, load_file(folder / "model.safetensors")[name]
     assert holds(source, name, tensor)
     assert not holds(source, name, tensor.T)
+    assert holds(source, name, tensor.view(1, *tensor.shape)) is False, "the same bytes in another shape"
+    assert not holds(source, name, torch.cat([tensor.view(torch.uint8)] * 2, 1).view(torch.float32)), "more bytes"
     tensor[-1, -1] += 1
     assert not holds(source, name, tensor)
 
