@@ -105,47 +105,6 @@ def test_warming_compiles_once_and_parameters_are_those_of_the_machine_code(tmp_
     assert [kernel for kernel, told, passed in sizes if told != passed] == []
 
 
-PARAMETERS = """
-import json, sys
-sys.path.insert(0, {tests!r})
-from launch_parameters import wrong_parameters
-families = ("hopper-w4a16", "mma-w4a16", "portable")
-print(json.dumps([wrong_parameters(family, tokens) for family in families for tokens in (1, 33, 700)]))
-"""
-
-
-@pytest.mark.slow
-def test_every_parameter_of_every_launch_is_the_schedules(tmp_path: Path) -> None:
-    found = _child(PARAMETERS, MOEQ_KERNEL_CACHE=str(tmp_path))
-    assert [wrong for _, wrong in found] == [[]] * 9
-    assert all(looked > 60 for looked, _ in found)
-
-
-REPLAYS = """
-import json, sys
-sys.path.insert(0, {tests!r})
-from launch_parameters import graphs_left, wrong_after_interrupts, wrong_replays
-families = ("hopper-w4a16", "mma-w4a16", "portable")
-found = [wrong_replays(family, tokens) for family in families for tokens in (1, 33, 700)]
-print(json.dumps([found, graphs_left(2, 100), graphs_left(4, 3), wrong_after_interrupts(33)]))
-"""
-
-
-@pytest.mark.slow
-def test_replayed_graphs_have_the_parameters_of_the_call(tmp_path: Path) -> None:
-    found, all_kept, few_kept, interrupted = _child(REPLAYS, MOEQ_KERNEL_CACHE=str(tmp_path))
-    assert [wrong for _, wrong in found] == [[]] * 9
-    assert all(replayed > 50 for replayed, _ in found)
-    assert all_kept == [2, 0, 0]
-    made, destroyed, wrong = few_kept
-    assert made > 4
-    assert made - destroyed == 3
-    assert not wrong
-    replayed, interrupts, wrong_then = interrupted
-    assert replayed > interrupts > 20
-    assert wrong_then == []
-
-
 def test_structures_are_those_of_cuda_h(tmp_path: Path) -> None:
     import triton
 
