@@ -35,14 +35,14 @@ DIGEST_NAME = "blake3/moeq-logical-2"
 _ROLES: dict[str, Literal["w13", "w2"]] = {"gate": "w13", "up": "w13", "down": "w2"}
 
 
-class Matrices(Protocol):
+class MatrixSource(Protocol):
     """A source of logical matrices: a checkpoint, whatever its packing."""
 
     def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
         """Return one logical matrix."""
 
 
-class Recorded(Protocol):
+class RecordedLayer(Protocol):
     """A layer with recorded digests: a manifest's entry."""
 
     @property
@@ -147,7 +147,7 @@ def _update(digest: blake3, name: str, tensor: Tensor) -> None:
 
 
 def check_digests(
-    matrices: Matrices, entries: Iterable[Recorded], advance: Callable[[str], None], workers: int = 1
+    matrices: MatrixSource, entries: Iterable[RecordedLayer], advance: Callable[[str], None], workers: int = 1
 ) -> tuple[int, list[DigestDifference]]:
     """Recompute the digest of every projection of the given layers. Each matrix is read and unpacked once.
 
@@ -172,10 +172,10 @@ def check_digests(
             for expert, digest in enumerate(digests)
         }
 
-        def digests_of(expert: int, entry: Recorded = entry) -> dict[str, str]:
+        def digests_of(expert: int, entry: RecordedLayer = entry) -> dict[str, str]:
             return expert_digests(matrices, entry.layer, expert, entry.digests)
 
-        with closing(in_order(digests_of, range(entry.num_experts), workers)) as results:
+        with closing(map_in_order(digests_of, range(entry.num_experts), workers)) as results:
             for expert, digests in enumerate(results):
                 for projection, digest in digests.items():
                     checked += 1
@@ -186,7 +186,7 @@ def check_digests(
     return checked, differences
 
 
-def expert_digests(matrices: Matrices, layer: int, expert: int, projections: Iterable[str]) -> dict[str, str]:
+def expert_digests(matrices: MatrixSource, layer: int, expert: int, projections: Iterable[str]) -> dict[str, str]:
     """Return the digest of each of an expert's projections."""
     wanted = list(projections)
     digests: dict[str, str] = {}
@@ -196,7 +196,7 @@ def expert_digests(matrices: Matrices, layer: int, expert: int, projections: Ite
     return {projection: digests.get(projection, "") for projection in wanted}
 
 
-def require_complete(entry: Recorded) -> None:
+def require_complete(entry: RecordedLayer) -> None:
     """Refuse a layer that lacks digests. Raises MoeqError `source.bad-manifest`."""
     missing = {*entry.projections} - entry.digests.keys()
     if missing:
@@ -212,7 +212,7 @@ def require_complete(entry: Recorded) -> None:
             )
 
 
-def in_order(function: Callable[[int], T], items: Iterable[int], workers: int) -> Generator[T, None, None]:
+def map_in_order(function: Callable[[int], T], items: Iterable[int], workers: int) -> Generator[T, None, None]:
     """Map over a few threads and yield the results in order.
 
     Close the generator (`contextlib.closing`) before its inputs are released. In these threads torch starts no threads

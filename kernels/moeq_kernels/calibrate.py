@@ -17,7 +17,7 @@ import torch
 
 from moeq_kernels.gpu import gpu_of
 
-#: Bytes that are read: more than any L2 cache holds, and a part of the smallest one. Sizes of a matrix product.
+#: Bytes beyond any L2 cache; bytes within the smallest one; rows, columns and depth of the matrix products.
 FAR_BYTES, NEAR_BYTES, SIZE = 4 << 30, 16 << 20, 8192
 
 

@@ -14,7 +14,7 @@ from moeq_kernels.gpu import Gpu
 from moeq_kernels.launch import Argument, Launch, triton_dtype
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
-from moeq_kernels.sorting import room, sort_pairs, sum_parts
+from moeq_kernels.sorting import allocate_sorted, sort_pairs, sum_parts
 from moeq_kernels.tuning import Blocks, choose_blocks, next_power_of_two
 
 
@@ -50,7 +50,7 @@ def plan_for(problem: Problem, tokens: int) -> Blocks:
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Blocks) -> list[Launch]:
     """Return the launches of a piece: sorting, both products, the sum over choices."""
     pairs = piece.ids.numel()
-    found = room(problem, arena, pairs, plan.m)
+    found = allocate_sorted(problem, arena, pairs, plan.m)
     middle = arena.take(problem.dtype, pairs, problem.intermediate)
     outputs = arena.take(torch.float32, pairs, problem.hidden)
     tokens = Rows(piece.x, found.tiles, found.pair_of_row, problem.top_k, piece.weights)

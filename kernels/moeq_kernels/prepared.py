@@ -460,7 +460,7 @@ def prepare_for(
     if family is None:
         reason = reason or support.unsupported_reason(problem)
         mma_reason = next(mma.reasons(problem), None)
-        if mma_reason and reason and not portable and mma.on(problem):
+        if mma_reason and reason and not portable and mma.is_preferred(problem):
             reason = mma_reason  # a reason that lies in the GPU would not help, as it cannot be changed
         fallback = "portable" if mma_reason else "mma-w4a16"
         family = fallback if reason else support.family(problem)

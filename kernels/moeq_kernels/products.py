@@ -16,7 +16,7 @@ from moeq_kernels.hopper.w4a16.w4a16_launches import single_product
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.problem import Piece, describe, tensors_of
 from moeq_kernels.records import PackedExperts, PackedMatrix
-from moeq_kernels.sorting import room, sort_pairs
+from moeq_kernels.sorting import allocate_sorted, sort_pairs
 from moeq_kernels.tuning import Blocks
 from moeq_kernels.validate import as_int32, check_matrix, require, require_runnable, shape_of
 
@@ -82,7 +82,7 @@ def sorted_products(
         launches, found = single_product(problem, piece, arena, out)
     else:
         used = blocks or portable.plan_for(problem, tokens)
-        found = room(problem, arena, pairs, used.m)
+        found = allocate_sorted(problem, arena, pairs, used.m)
         rows = portable.Rows(piece.x, found.tiles, found.pair_of_row, choices)
         launches = sort_pairs(problem, piece, arena, found, used.m, used.m)
         launches += portable.product(problem, problem.w13, PLAIN, rows, out, arena, used)

@@ -61,8 +61,8 @@ def schedule(family: str, problem: Problem, tokens: int, plan: Any = None) -> Sc
 def workspace_bytes(family: str, problem: Problem, tokens: int, most: int) -> int:
     """Return the workspace bytes that are enough for every call of up to `tokens` tokens.
 
-    `most` is the upper bound of `tokens` and the same in all calls. Within a plan the need grows with the tokens, so
-    the last call of every plan and the longest call decide.
+    `most` bounds `tokens`; every call passes the same value, so that results are cached. Within a plan the need grows
+    with the tokens, so the longest call of every plan and the longest call of all decide.
     """
     step = piece_tokens(family, problem)
     ends, needs = _needs(family, problem, min(most, step))

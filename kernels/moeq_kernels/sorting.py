@@ -40,12 +40,12 @@ class Sorted:
         return self.tiles.shape[0]
 
 
-def few_size(pairs: int) -> int:
+def few_pairs_capacity(pairs: int) -> int:
     """Return the number of pairs that a build of the kernels for few pairs holds."""
     return next((size for size in FEW_SIZES if pairs <= size), next_power_of_two(pairs))
 
 
-def few_warps(size: int) -> int:
+def few_pairs_warps(size: int) -> int:
     """Return the warps of a program that holds `size` pairs; the programs that list tiles determine the time."""
     return 16 if size > 1024 else 8 if size > 256 else 4
 
@@ -65,7 +65,7 @@ def most_tiles(pairs: int, tile: int, experts: int) -> int:
     return min(pairs, pairs // tile + experts)
 
 
-def room(problem: Problem, arena: Arena, pairs: int, tile: int, to_clear: int = 0) -> Sorted:
+def allocate_sorted(problem: Problem, arena: Arena, pairs: int, tile: int, to_clear: int = 0) -> Sorted:
     """Allocate the buffers for sorted pairs, with `to_clear` counters."""
     num_tiles = most_tiles(pairs, tile, problem.experts)
     return Sorted(
@@ -105,7 +105,7 @@ def sort_few(
         "GRAIN": grain,
         "listers": listers(problem),
     }
-    size = few_size(pairs)
+    size = few_pairs_capacity(pairs)
     block = 16 if size > 1024 else 8
     if problem.interpret:  # the interpreter pays per operation, not per element
         block = min(256, size)
@@ -121,7 +121,7 @@ def sort_few(
     blocks, slices = -(-pairs // block), 1
     if sorted_x is not None:
         slices = max(1, min(-(-hidden // columns), 2 * problem.gpu.multiprocessors // blocks))
-    programs, warps = (listers(problem) + blocks, slices), few_warps(size)
+    programs, warps = (listers(problem) + blocks, slices), few_pairs_warps(size)
     return [problem.launch("device.routing:route_few", programs, arguments, constants, num_warps=warps)]
 
 

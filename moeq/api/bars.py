@@ -20,7 +20,7 @@ UPDATE_SECONDS = 0.1
 
 
 @contextmanager
-def shown(progress: Callable[..., Any] | bool, title: str) -> Iterator[Advance | None]:
+def progress_bar(progress: Callable[..., Any] | bool, title: str) -> Iterator[Advance | None]:
     """Yield a function that takes progress: the caller's own, that of a bar for `True`, or None for `False`."""
     if not isinstance(progress, bool):
         yield progress
@@ -72,12 +72,12 @@ def _bundle(text: str, done: int, total: int) -> dict[str, str]:
 
 
 @contextmanager
-def events_shown(progress: events.Progress | bool, title: str) -> Iterator[events.Progress | None]:
+def event_bar(progress: events.Progress | bool, title: str) -> Iterator[events.Progress | None]:
     """Yield a function that takes events: the caller's own, that of a bar for `True`, or None for `False`."""
     if not isinstance(progress, bool):
         yield progress
         return
-    with shown(progress, title) as advance:
+    with progress_bar(progress, title) as advance:
         if advance is None:
             yield None
             return

@@ -66,7 +66,7 @@ def run_engine_check(
     from moeq.check.engine_check import EngineCheckReport
     from moeq.check.run_check import CheckOptions, open_both
     from moeq.deploy.deployment import Deployment
-    from moeq.engines.vllm.engine_experts import RELEASE, this_device
+    from moeq.engines.vllm.engine_experts import RELEASE, current_gpu
     from moeq.engines.vllm.one_layer import engine as in_engine
     from moeq.engines.vllm.one_layer import needs_gpu
     from moeq.pipeline.plan.decide import decide
@@ -89,7 +89,7 @@ def run_engine_check(
             f"without {option('engine')} moeq's own kernels run in Triton's interpreter",
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where = Deployment(this_device(), engine=f"vllm@{RELEASE}", dtype=made_for.dtype)
+    where = Deployment(current_gpu(), engine=f"vllm@{RELEASE}", dtype=made_for.dtype)
     verdict = decide(opened.reference, where)
     with in_engine(device):
         rows = check_opened(opened, extent, chosen_backends(verdict, opened, device, every=all_backends), device)

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from moeq.api.bars import events_shown, shown
+from moeq.api.bars import event_bar, progress_bar
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.deploy.options import make_deployment
 from moeq.pipeline.events import Advance
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moeq.transcode.transcode import Transcoding
 
 
-class Where(TypedDict, total=False):
+class DeploymentKeywords(TypedDict, total=False):
     """Deployment options as keywords; `deploy` is a TOML file with them."""
 
     gpu: str | Gpu
@@ -49,7 +49,7 @@ class Where(TypedDict, total=False):
     deploy: str | Path
 
 
-class PlanKeywords(ConvertKeywords, Where, total=False):
+class PlanKeywords(ConvertKeywords, DeploymentKeywords, total=False):
     """Options of a conversion and of its deployment."""
 
 
@@ -90,7 +90,7 @@ def decide(
     deployment: Deployment | None = None,
     *,
     revision: str | None = None,
-    **where: Unpack[Where],
+    **where: Unpack[DeploymentKeywords],
 ) -> Verdict:
     """Decide which backend runs a checkpoint's experts on a deployment, what `convert` would write, and why.
 
@@ -209,7 +209,7 @@ def convert(
             deployment = deployment or planned.request.deployment
             own = {**asdict(planned.request.options), **own}
     target = None if push is None or dry_run else open_push(push, base_model, public=public)
-    with events_shown(progress, "convert") as tell:
+    with event_bar(progress, "convert") as tell:
         conversion = pipeline.convert(
             src,
             dst,
@@ -257,7 +257,7 @@ def finalize(
     """
     from moeq.pipeline.finalize import finalize as publish
 
-    with events_shown(progress, "finalize") as tell:
+    with event_bar(progress, "finalize") as tell:
         key = None if sign is None else Path(sign)
         return publish(dst, force=force, sign=key, workers=workers, progress=tell)
 
@@ -311,7 +311,7 @@ def transcode(
 
     limit = _bytes(max_memory)
     if check_only:
-        with shown(progress if isinstance(progress, bool) else False, "transcode") as advance:
+        with progress_bar(progress if isinstance(progress, bool) else False, "transcode") as advance:
             return transcoding.check(
                 src,
                 to,
@@ -323,7 +323,7 @@ def transcode(
             )
     if dst is None:
         raise TypeError("transcode() needs dst, unless check_only is True")
-    with events_shown(progress, "transcode") as tell:
+    with event_bar(progress, "transcode") as tell:
         return transcoding.transcode(
             src,
             dst,
@@ -375,5 +375,5 @@ def _pushed(
 ) -> Pushed:
     from moeq.report.publishing import push_with_card
 
-    with shown(progress, "push") as advance:
+    with progress_bar(progress, "push") as advance:
         return push_with_card(folder, target, base_model, None if sign is None else Path(sign), progress=advance)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.api.bars import shown
+from moeq.api.bars import progress_bar
 from moeq.pipeline.events import Advance
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def verify(
     """
     from moeq.prove.verify import verify as check
 
-    with shown(progress, "verify") as advance:
+    with progress_bar(progress, "verify") as advance:
         return check(dst, source, revision=revision, signed_by=signed_by, slow=slow, workers=workers, progress=advance)
 
 
@@ -74,7 +74,7 @@ def restore(
     """
     from moeq.prove.restore import restore as rebuild
 
-    with shown(progress, "restore") as advance:
+    with progress_bar(progress, "restore") as advance:
         return rebuild(dst, out, slow=slow, workers=workers, progress=advance)
 
 
@@ -103,7 +103,7 @@ def diff(
     """
     from moeq.prove.diff import diff as compare
 
-    with shown(progress, "diff") as advance:
+    with progress_bar(progress, "diff") as advance:
         return compare(left, right, experts_only=experts_only, workers=workers, progress=advance)
 
 
@@ -161,5 +161,5 @@ def run_check(
     }
     asked |= {"digests": digests, "kernels": kernels, "activation_dtype": "fp8" if fp8_activations else None}
     extent = replace(options or CheckOptions(), **{name: value for name, value in asked.items() if value is not None})
-    with shown(progress, "run-check") as advance:
+    with progress_bar(progress, "run-check") as advance:
         return check(dst, source, revision=revision, options=extent, progress=advance)

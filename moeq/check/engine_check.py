@@ -17,7 +17,7 @@ from torch import Tensor
 from moeq.check.comparison import difference, ratio
 from moeq.check.inputs import Inputs, make_inputs
 from moeq.check.layer_check import LayerCheck, passage
-from moeq.check.timing import flushing, timed_us
+from moeq.check.timing import flush_buffer, timed_us
 from moeq.check.whole_layer import Passage
 from moeq.checkpoint.manifest import Projection
 from moeq.reference.arithmetic import Emulated
@@ -129,7 +129,7 @@ def _part(inputs: Inputs, part: slice) -> tuple[Tensor, Tensor, Tensor]:
 
 def _times(run: Implementation, inputs: Inputs) -> dict[int, float]:
     """Return the median microseconds by token count of the runs with the router's choices, launches included."""
-    flush = flushing(inputs.x.device)
+    flush = flush_buffer(inputs.x.device)
     return {
         one.tokens: timed_us(partial(run, *_part(inputs, part)), flush)
         for one, part in inputs.runs

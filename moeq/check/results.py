@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moeq.digest import DigestDifference
-from moeq.shown import Shown
+from moeq.display import DisplayedRecord
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class LayerReport:
 
 
 @dataclass(frozen=True, repr=False)
-class CheckReport(Shown):
+class CheckReport(DisplayedRecord):
     """Results of `run-check`."""
 
     destination: str  #: the converted checkpoint

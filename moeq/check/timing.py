@@ -49,7 +49,7 @@ def time_runs(parts: Sequence[PackedPart], inputs: Inputs, activation: Activatio
     """
     if len(parts) > 1:
         return ()
-    flush = flushing(inputs.x.device)
+    flush = flush_buffer(inputs.x.device)
     return tuple(
         _time_run(parts[0], inputs, (run, part), activation, layer, flush)
         for run, part in inputs.runs
@@ -77,7 +77,7 @@ def _time_run(
     return Timing(layer, run[0].title, median, weight_bytes, total, flops, floor)
 
 
-def flushing(device: torch.device) -> torch.Tensor:
+def flush_buffer(device: torch.device) -> torch.Tensor:
     """Allocate the memory that is written before every timed call, so that no weights are left in the cache."""
     return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 

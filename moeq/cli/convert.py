@@ -177,7 +177,7 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     from rich.text import Text
 
     plan = conversion.plan
-    head = (f"{_what_happened(conversion)} {shards.of(conversion)}{conversion.destination}", "bold")
+    head = (f"{_what_happened(conversion)} {shards.title(conversion)}{conversion.destination}", "bold")
     count = f"{'in all ' if conversion.shard else ''}{counted(len(plan.files), 'file')}"
     console.print(Text.assemble(head, f": {count}, {human_bytes(plan.bytes_out)}"))
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in plan.layers))
@@ -226,7 +226,7 @@ def _what_happened(conversion: Conversion) -> str:
     """Return the words before the folder's name that say what happened to it."""
     if conversion.already_done:
         return "already done,"
-    return "wrote" if conversion.manifest or shards.ran(conversion) else "would write"
+    return "wrote" if conversion.manifest or shards.is_done(conversion) else "would write"
 
 
 def _comparison_text(conversion: Conversion) -> str:

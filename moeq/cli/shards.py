@@ -79,12 +79,12 @@ def document(conversion: Conversion) -> dict[str, Any] | None:
     }
 
 
-def ran(conversion: Conversion) -> bool:
+def is_done(conversion: Conversion) -> bool:
     """Return whether a shard was done."""
     return conversion.shard is not None and conversion.shard.done
 
 
-def of(conversion: Conversion) -> str:
+def title(conversion: Conversion) -> str:
     """Return `shard 3/8 (17 of 122 units) of `, or nothing."""
     run = conversion.shard
     return "" if run is None else f"shard {run.shard} ({run.units} of {len(conversion.plan.units)} units) of "
@@ -92,7 +92,7 @@ def of(conversion: Conversion) -> str:
 
 def render_next(console: Console, conversion: Conversion) -> None:
     """Print what comes after a shard."""
-    if ran(conversion):
+    if is_done(conversion):
         from moeq.report.text import line
 
         line(console, "next", f"when all shards are done: moeq finalize {shlex.quote(str(conversion.destination))}")

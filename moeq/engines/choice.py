@@ -81,7 +81,7 @@ def engine_options(given: Mapping[str, Any] | None) -> EngineOptions:
     return EngineOptions(**found)
 
 
-def outcome(check: Callable[[], T]) -> T | MoeqError:
+def result_or_error(check: Callable[[], T]) -> T | MoeqError:
     """Call `check` and return its result, or the MoeqError that it raises."""
     try:
         return check()

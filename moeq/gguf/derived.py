@@ -48,7 +48,7 @@ def _logarithm(numbers: Tensor, file: str) -> Tensor:
     return torch.log(-numbers)
 
 
-def open_made(content: memoryview) -> int:
+def open_in_memory(content: memoryview) -> int:
     """Return the descriptor of a file that holds some bytes and has no name."""
     with tempfile.TemporaryFile() as file:
         file.write(content)

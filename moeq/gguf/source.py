@@ -24,7 +24,7 @@ from moeq.checkpoint.source import CONFIG_NAME, FileEntry, LocalSource, Source
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError, listed
 from moeq.gguf.config import architecture_of, config_of
-from moeq.gguf.derived import Make, derive, join, join_latent, open_made
+from moeq.gguf.derived import Make, derive, join, join_latent, open_in_memory
 from moeq.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from moeq.gguf.names import GgufArchitecture
 from moeq.gguf.tokenizer import TOKENIZER_FILES, can_convert, tokenizer_files
@@ -143,10 +143,10 @@ class _GgufFiles(Source):
 
     def open(self, file: str) -> int:
         if file in self._made:
-            return open_made(self._made[file](self.read_bytes))
+            return open_in_memory(self._made[file](self.read_bytes))
         if self._is_converted(file):
             self.side_files()
-            return open_made(memoryview(self._tokenizer[file]))
+            return open_in_memory(memoryview(self._tokenizer[file]))
         return super().open(file)
 
     def read_file(self, file: str, limit: int) -> bytes:

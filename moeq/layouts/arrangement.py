@@ -26,11 +26,11 @@ _DIGIT = re.compile(r"(~?)([a-z])(\d*)")
 
 @dataclass(frozen=True)
 class Digit:
-    """One digit: its name, its radix (0: free, from the size), and on the right side whether it is reversed."""
+    """One digit of a row or column number, on either side of a pattern."""
 
     name: str
-    radix: int = 0
-    reversed: bool = False
+    radix: int = 0  #: number of its values; 0 on the left if the size of the matrix decides, and always on the right
+    reversed: bool = False  #: whether it is counted backwards; only on the right
 
 
 def _digits(text: str) -> tuple[Digit, ...]:

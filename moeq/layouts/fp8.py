@@ -3,12 +3,12 @@
 Scales are per block of 128 x 128 (`[N / 128, K / 128]`), per output channel (`[N, 1]`) or per matrix (`[1]`). The sizes
 of a checkpoint do not tell which of the three it has. Every layout holds one of them, and packing is refused where the
 scales of a block, or of a matrix, differ. w13 has one scale per matrix for gate and up together. Where a checkpoint has
-two, the engine requantises both halves to the larger: `to_larger_scale`, for the kernels of NVIDIA's GPUs. What
-AMD's and Intel's operators do is not known; their layouts refuse such a checkpoint.
+two, the engine requantises both halves to the larger one; `to_larger_scale` does the same in layouts for NVIDIA's GPUs.
+What AMD's and Intel's operators do is not known; their layouts refuse such a checkpoint.
 
-With one scale per matrix the engine also converts its weights to float16 and back to E4M3. That gives every code back
-for scales from 2**-15 (all codes tried); below, subnormal codes are lost, and above 146 the largest overflow. The codes
-here are the checkpoint's.
+With one scale per matrix the engine also converts its weights to float16 and back to E4M3. Scales from 2**-15 to 146
+return every code (all codes tried). Smaller ones lose subnormal codes, and larger ones overflow the largest codes.
+These layouts keep the checkpoint's codes in any case.
 
 Scales of activations are no part of a matrix; they stay as they are in the source.
 """
@@ -103,7 +103,7 @@ class Fp8Layout(Layout):
         if not num_different:
             return
         if self.scope == "tensor":
-            text = f"{matrix.spec.role} has several scales: {_some(scales)}"
+            text = f"{matrix.spec.role} has several scales: {_first_scales(scales)}"
         else:
             text = f"{num_different} rows of {matrix.spec.role} have other scales than the first of their {rows}"
         raise MoeqError(
@@ -143,9 +143,9 @@ def has_two_scales(matrix: QuantizedMatrix) -> bool:
 def to_larger_scale(matrix: QuantizedMatrix) -> QuantizedMatrix:
     """Return the matrix under the larger of its two scales, as vLLM makes it on an NVIDIA GPU.
 
-    Codes are multiplied by their scale in float16 (a scale that is a tensor of its own is rounded to float16 first) and
-    by the float32 reciprocal of the larger scale in float32, limited to what E4M3 holds (NaN becomes 448), and rounded
-    to nearest even: `process_fp8_weight_tensor_strategy_moe` of `fp8_utils.py` and `scaled_fp8_conversion` of
+    Codes are multiplied by their scale, rounded to float16, in float16. The products are multiplied by the float32
+    reciprocal of the larger scale in float32, limited to what E4M3 holds (NaN becomes 448), and rounded to nearest
+    even: `process_fp8_weight_tensor_strategy_moe` of `fp8_utils.py` and `scaled_fp8_conversion` of
     `csrc/quantization/w8a8/fp8/common.cuh`. No GPU has confirmed these bytes.
     """
     import torch
@@ -163,6 +163,6 @@ def fp8_bytes(spec: MatrixSpec, arrangement: Arrangement, shape: tuple[int, ...]
     return Part("codes", arrangement, shape or (spec.n, spec.k), "F8_E4M3", 8)
 
 
-def _some(scales: Tensor) -> str:
+def _first_scales(scales: Tensor) -> str:
     numbers = sorted(set(scales.double().flatten().tolist()))
     return ", ".join(f"{number:g}" for number in numbers[:3]) + (", ..." if len(numbers) > 3 else "")

@@ -13,6 +13,7 @@ from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.names import StoredName, index_experts
 from moeq.checkpoint.source import Source
+from moeq.display import DisplayedRecord
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
 from moeq.model.activation_scales import Find, Open, ScaleFault, missing_scales, unusable_scales
@@ -27,13 +28,12 @@ from moeq.schemes.declared import Declaration
 from moeq.schemes.dequantize import dequantize
 from moeq.schemes.joining import concatenate_rows, select_rows
 from moeq.schemes.registry import get_format
-from moeq.shown import Shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Checkpoint(Shown):
+class Checkpoint(DisplayedRecord):
     """A checkpoint that was opened.
 
     Attributes:

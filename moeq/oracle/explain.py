@@ -14,7 +14,7 @@ from moeq.oracle.engines.moeq import BUILTIN_RULES
 from moeq.oracle.engines.vllm.advisories import versions_text
 from moeq.oracle.engines.vllm.filters import FILTERS
 from moeq.oracle.engines.vllm.gates import GATES
-from moeq.oracle.engines.vllm.policy import knowledge
+from moeq.oracle.engines.vllm.policy import backend_facts
 from moeq.oracle.engines.vllm.rules import RULES
 from moeq.oracle.versions import ENGINES
 
@@ -68,7 +68,7 @@ def _entries() -> Iterator[Entry]:
 
 def _advisories() -> Iterator[Entry]:
     for engine in ENGINES:
-        for row in knowledge(engine)["advisories"]:
+        for row in backend_facts(engine)["advisories"]:
             facts = [("versions", versions_text(engine, row))]
             facts += [(key, row[key]) for key in ("workaround", "check", "shown", "issue", "fixed_by") if key in row]
             facts.append(("requirement", ", ".join(row["requirement"])))

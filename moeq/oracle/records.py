@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from moeq.deploy.deployment import Deployment
-from moeq.shown import Shown
+from moeq.display import DisplayedRecord
 
 Routing = Literal[
     "Default",
@@ -179,7 +179,7 @@ class ConvertTarget:
 
 
 @dataclass(frozen=True, repr=False)
-class Verdict(Shown):
+class Verdict(DisplayedRecord):
     """Answer of the oracle for one scheme, shape and deployment."""
 
     engine: str  #: engine that decided, `vllm@0.33.0` or `moeq`

@@ -18,6 +18,7 @@ from moeq.checkpoint.manifest import Manifest
 from moeq.checkpoint.source import Source
 from moeq.deploy.deployment import Deployment
 from moeq.digest import default_workers
+from moeq.display import DisplayedRecord
 from moeq.errors import MoeqError
 from moeq.oracle.loaders import Loader
 from moeq.oracle.records import Verdict
@@ -35,12 +36,11 @@ from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.publish import finish, sign_folder
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import check_destination, job_stamp
-from moeq.shown import Shown
 from moeq.spelling import option
 
 
 @dataclass(frozen=True, repr=False)
-class Conversion(Shown):
+class Conversion(DisplayedRecord):
     """Result of `convert`, or of a dry run."""
 
     destination: Path  #: output folder

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.source import Source
-from moeq.digest import default_workers, in_order
+from moeq.digest import default_workers, map_in_order
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
@@ -127,7 +127,7 @@ def diff(
         def compare(expert: int, layer: int = layer) -> list[ProjectionDifference | None]:
             return [_compare(a, b, layer, expert, projection) for projection in _projections(a, b)]
 
-        with closing(in_order(compare, experts, workers or default_workers())) as results:
+        with closing(map_in_order(compare, experts, workers or default_workers())) as results:
             for expert, rows in enumerate(results):
                 done += 1
                 count += len(rows)

@@ -29,7 +29,7 @@ from moeq.checkpoint.manifest import (
 )
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.writer import require_free_space
-from moeq.digest import default_workers, in_order, logical_digest, require_complete
+from moeq.digest import default_workers, logical_digest, map_in_order, require_complete
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model import Checkpoint
@@ -108,9 +108,9 @@ def restore(
 
 
 def _recorded_files(checkpoint: ConvertedCheckpoint, restore_data: RestoreData) -> Mapping[str, FileDigest]:
-    """Return the digests of the conversion's files, after comparing those of the manifest and of the restore data.
+    """Return the recorded digests of the conversion's files, once manifest and restore data are known to be unchanged.
 
-    Raises MoeqError `source.no-keepsake` for a version of moeq that recorded none, `source.digest-mismatch`.
+    Raises MoeqError `source.digest-mismatch`; `source.no-keepsake` if the converting version of moeq recorded none.
     """
     manifest, name = checkpoint.manifest, restore_data.path.name
     if not manifest.intact:
@@ -182,7 +182,7 @@ class _Restorer:
             for name, output in files.items():
                 with disk_errors(self.outputs.folder.path / name):
                     output.sync()
-        self._require_everything()
+        self._require_all_tensors()
         self._copy_side_files()
         sizes = {file: header.size for file, header in headers.items()}
         restore_entry = self.converted.manifest.restore
@@ -255,7 +255,7 @@ class _Restorer:
         def rebuild(expert: int) -> list[StoredPart]:
             return self._rebuild_expert(files, layer, role, expert)
 
-        with closing(in_order(rebuild, experts, self.workers)) as results:
+        with closing(map_in_order(rebuild, experts, self.workers)) as results:
             for expert, parts in zip(experts, results, strict=True):
                 for part in parts:
                     label = f"layer {layer.layer} {role} expert {expert}"
@@ -287,7 +287,7 @@ class _Restorer:
         total = sum(entry.size for entry in self.restore_data.headers.values())
         self.advance(min(self.done, total), total, label or name)
 
-    def _require_everything(self) -> None:
+    def _require_all_tensors(self) -> None:
         for file, header in self.restore_data.headers.items():
             absent = header.tensors.keys() - self.written.get(file, set())
             if absent:

@@ -2,9 +2,9 @@
 
 The rest of moeq reads these formats through `moeq.schemes`, with tables and torch's own 8-bit types. Here numbers are
 made from sign, exponent and mantissa, which would show a mistake there. Definitions: OCP 8-bit Floating Point
-Specification 1.0 (E4M3: bias 7, no infinity, all ones is NaN), OCP Microscaling Formats 1.0 (E2M1: bias 1; E8M0:
-2**(byte - 127), 255 is NaN), and for the second level of NVFP4 ModelOpt's `weight_scale_2`, which multiplies, and
-compressed-tensors' `weight_global_scale`, which divides.
+Specification 1.0 (E4M3: bias 7, no infinity, all ones is NaN) and OCP Microscaling Formats 1.0 (E2M1: bias 1; E8M0:
+2**(byte - 127), 255 is NaN). NVFP4 has a second scale: ModelOpt's `weight_scale_2` multiplies, compressed-tensors'
+`weight_global_scale` divides.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def stored_weight(parts: Mapping[str, Tensor]) -> Tensor | None:
 
     Args:
         parts: stored tensors by name: e2m1 codes `[N, K / 2]` (low nibble first) with e4m3 scales `[N, K / 16]` and one
-            second scale (NVFP4), or e4m3 codes `[N, K]` with one scale, one for a row `[N, 1]`, for a block of 128 x
-            128 `[ceil(N / 128), ceil(K / 128)]`, or exponents for 32 codes `[N, K / 32]`.
+            second scale (NVFP4), or e4m3 codes `[N, K]` with one scale per matrix, per row `[N, 1]`, per block of 128
+            x 128 `[ceil(N / 128), ceil(K / 128)]`, or an exponent per 32 codes `[N, K / 32]`.
     """
     codes = next((parts[name] for name in _CODES if name in parts), None)
     scale = next((parts[name] for name in _SCALES if name in parts), None)
@@ -101,7 +101,7 @@ def _scale_numbers(scale: Tensor) -> Tensor:
 
 
 def _spread(scales: Tensor, n: int, k: int, block: bool) -> Tensor | None:
-    """Broadcast scales to codes `[N, K]`; None if their shape fits no granularity."""
+    """Broadcast scales to codes `[N, K]`; None if their shape fits no granularity. `block`: only blocks may fit."""
     if scales.numel() == 1 and not block:
         return scales.reshape(1, 1)
     if scales.dim() == 1:

@@ -33,13 +33,13 @@ class BackendMatrix:
 
 def backend_matrix(checkpoint: Checkpoint, deployment: Deployment, sizes: Sequence[int] = TP_SIZES) -> BackendMatrix:
     """Ask about every backend at every size, in the engine's order; those work that it runs when asked for them."""
-    from moeq.pipeline.plan.candidates import tried
+    from moeq.pipeline.plan.candidates import confirm_backends
     from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 
     verdicts = []
     for size in sizes:
         where = replace(deployment, tp=size, ep=1, dp=1, backend="auto")
-        verdicts.append(tried(checkpoint, judge_checkpoint(checkpoint, where, explain=False)))
+        verdicts.append(confirm_backends(checkpoint, judge_checkpoint(checkpoint, where, explain=False)))
     names = list(dict.fromkeys(row.backend for verdict in verdicts for row in verdict.candidates))
     rows = tuple((name, tuple(_cell(verdict, name) for verdict in verdicts)) for name in names)
     return BackendMatrix(f"{deployment.engine} on {deployment.gpu.name}", tuple(sizes), rows)

@@ -2,12 +2,12 @@
 
 Per projection, as `HQQLinear.state_dict` writes it: `W_q`, `scale`, `zero`, and a small tensor per setting. The matrix
 `[N, K]` is reshaped to `[N K / group, group]` (axis 1) or `[group, N K / group]` (axis 0). Its rows are cut into as
-many runs as codes fit into a byte (or ten 3-bit codes into an int32); the first run is in the highest bits. The bytes
-of `W_q` may be stored as floats.
-A value is `(code - zero) * scale`, rounded after each step to the dtype of the scales.
+many runs as codes fit into a byte (or ten 3-bit codes into an int32); the first run is in the highest bits. `W_q` may
+have a float dtype, whose bytes are these bytes. A value is `(code - zero) * scale`, rounded after each step to the
+dtype of the scales.
 
-`moeq.model.missing_sizes` adds `hqq_sizes`, a tensor without bytes whose shape is 0 and the sizes. Checked with hqq
-0.2.8.
+`moeq.model.missing_sizes` adds `hqq_sizes`, a tensor without bytes; its shape is 0 and the fields of `HqqSizes`.
+Checked with hqq 0.2.8.
 """
 
 from __future__ import annotations

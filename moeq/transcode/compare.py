@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from moeq.layouts.loops import floats
-from moeq.layouts.loops.floats import Measured
+from moeq.layouts.loops.floats import MeasuredChange
 from moeq.layouts.words import use_compiled
 from moeq.matrix import QuantizedMatrix
 from moeq.typed import spell_floats
@@ -106,7 +106,9 @@ def same_codes(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> bool
     )
 
 
-def measured_loss(module: str, change: Measured | None, size: tuple[int, int], block: tuple[int, int]) -> Loss | None:
+def measured_loss(
+    module: str, change: MeasuredChange | None, size: tuple[int, int], block: tuple[int, int]
+) -> Loss | None:
     """Return a measured change as a loss of the report; None if nothing changed."""
     if change is None or not change.numbers:
         return None
@@ -127,7 +129,7 @@ def measured_loss(module: str, change: Measured | None, size: tuple[int, int], b
 
 def _measured_in_torch(
     before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
-) -> Measured | None:
+) -> MeasuredChange | None:
     """Measure the change as the compiled loops do; None if all values are equal."""
     import torch
 
@@ -153,7 +155,7 @@ def _measured_in_torch(
     if first is None:
         return None
     norm = sum(float((old.double().nan_to_num(0, 0, 0) ** 2).sum()) for _, old, _ in _rows(before, before))
-    return Measured(numbers, int(touched.sum()), largest, squares, norm, *first)
+    return MeasuredChange(numbers, int(touched.sum()), largest, squares, norm, *first)
 
 
 def relative(squares: float, norm: float) -> float:

@@ -84,7 +84,7 @@ class FastItem:
 
     def _as_written(self, changes: Changes) -> Changes:
         """Return the changes of the written matrices, joined from the changes of the projections that they hold."""
-        found: list[floats.Measured | None] = []
+        found: list[floats.MeasuredChange | None] = []
         for writer in self.writers:
             count = len(writer.holds)
             here, changes = changes[:count], changes[count:]

@@ -18,7 +18,7 @@ from moeq.layouts.loops import floats, kt_amx, recode, transpose
 from moeq.layouts.loops.blocks import NUMBERS
 from moeq.layouts.loops.blocks import numbers as block_numbers
 from moeq.layouts.loops.columns import repeat_columns, repeats_columns
-from moeq.layouts.loops.compare import same
+from moeq.layouts.loops.compare import equal_rows
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.scratch import Array
@@ -38,7 +38,7 @@ PLAIN = ("plain", "plain-transposed")
 Matrices = Sequence[Fields]
 
 #: Changes of every projection of an item; None for a projection that is proven equal without subtraction.
-Changes = Sequence[floats.Measured | None]
+Changes = Sequence[floats.MeasuredChange | None]
 
 
 class Recoder(ABC):
@@ -194,7 +194,7 @@ class Rounded(OneByOne):
     after: MatrixSpec
 
     @abstractmethod
-    def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
+    def measure(self, one: Fields, other: Fields) -> floats.MeasuredChange | None:
         """Return how a projection changed; None if a value is not finite."""
 
     def changes(self, source: Matrices, target: Matrices) -> Changes | None:
@@ -232,7 +232,7 @@ class ToFp8Blocks(Rounded):
         alike = np.array_equal(scales, scales[::BLOCK].repeat(BLOCK, axis=0)[: after.n])
         return scales if alike and np.array_equal(scales, stored) else None
 
-    def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
+    def measure(self, one: Fields, other: Fields) -> floats.MeasuredChange | None:
         return floats.measure_codes(coded(one, self.before), coded(other, self.after), (BLOCK, BLOCK))
 
 
@@ -242,7 +242,7 @@ class ToFloats(Rounded):
     def fill_one(self, one: Fields, other: Fields) -> None:
         floats.write(coded(one, self.before), other["values"], binary16=self._binary16)
 
-    def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
+    def measure(self, one: Fields, other: Fields) -> floats.MeasuredChange | None:
         block = 1, self.before.group_size
         return floats.measure(coded(one, self.before), other["values"], block, binary16=self._binary16)
 
@@ -273,7 +273,7 @@ class ByNumbers(Rounded):
                 other["scales"][rows] = bits_of(scales, self.after.scale_dtype)
             # Where a value is not finite, the comparison says so.
 
-    def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
+    def measure(self, one: Fields, other: Fields) -> floats.MeasuredChange | None:
         if "codes" in one and "codes" in other:
             return floats.measure_codes(coded(one, self.before), coded(other, self.after), self._block)
         sides = zip(_strips(one, self.before, self.type), _strips(other, self.after), strict=True)
@@ -304,7 +304,7 @@ def _strips(fields: Fields, spec: MatrixSpec, kind: str | None = None) -> Iterat
         yield rows, numbers
 
 
-def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
+def coded(fields: Fields, spec: MatrixSpec) -> floats.CodedMatrix:
     """Return a projection in the form that the loops over numbers take.
 
     Strided codes are replaced by contiguous ones in `fields`, so that filling and comparing copy them once.
@@ -323,7 +323,7 @@ def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
     index, run = fields.get("index"), 1
     if index is None:
         index, run = _groups(spec.k, spec.group_size), spec.group_size
-    return floats.Coded(spec.element, codes, zeros, scales, index, run)
+    return floats.CodedMatrix(spec.element, codes, zeros, scales, index, run)
 
 
 @lru_cache(maxsize=64)
@@ -395,9 +395,9 @@ def same_bits(one: Array, other: Array) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if other.strides[1] == other.itemsize:
-        return same(one, other)
+        return equal_rows(one, other)
     if one.strides[1] == one.itemsize:
-        return same(other, one)
+        return equal_rows(other, one)
     if one.flags.f_contiguous and other.flags.f_contiguous:
-        return same(one.T, other.T)
+        return equal_rows(one.T, other.T)
     return bool(np.array_equal(one, other))

@@ -11,7 +11,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.oracle.records import Verdict
-from moeq.pipeline.plan.calibration import shown
+from moeq.pipeline.plan.calibration import faults_text
 from moeq.pipeline.plan.decide import group_alike_layers
 from moeq.pipeline.plan.expert_names import with_names
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint, moe_shape
@@ -35,7 +35,7 @@ def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
         return ()
     known = (fault for layer in plan.survey.layers for fault in checkpoint.scale_faults(layer.layer))
     faults = [fault for fault in known if not fault.is_stored]
-    found = [f"{shown(faults)}: static activation scales of these layers are left out"] if faults else []
+    found = [f"{faults_text(faults)}: static activation scales of these layers are left out"] if faults else []
     refused = engine_refusal(checkpoint, plan)
     if refused is not None:
         remedy = _working_target(checkpoint, plan)

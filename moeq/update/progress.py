@@ -9,7 +9,7 @@ from moeq.errors import MoeqError
 
 
 class Progress:
-    """Experts that an update of several has written: as a context, it adds them to an error that ends the update."""
+    """Experts that an update has written so far. As a context, it names them in an error that ends the update."""
 
     def __init__(self) -> None:
         self._layers: list[int] = []
@@ -17,7 +17,7 @@ class Progress:
         self._experts: list[int] = []
 
     def wrote(self, layer: int, experts: Iterable[int]) -> None:
-        """Note experts of a layer as written. The first ones of a new layer end the layer before."""
+        """Note experts of a layer as written. Experts of another layer mean that the layer before is finished."""
         if self._layer not in (layer, None):
             self.finished()
         self._layer = layer

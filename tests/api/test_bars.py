@@ -15,20 +15,20 @@ from moeq.pipeline.events import Advanced, Checking, Warned
 
 def test_a_function_gets_what_there_is() -> None:
     given: list[Any] = []
-    with bars.shown(given.append, "verify") as advance, bars.events_shown(given.append, "convert") as tell:
+    with bars.progress_bar(given.append, "verify") as advance, bars.event_bar(given.append, "convert") as tell:
         assert (advance, tell) == (given.append, given.append)
-    with bars.shown(False, "verify") as advance, bars.events_shown(False, "convert") as tell:
+    with bars.progress_bar(False, "verify") as advance, bars.event_bar(False, "convert") as tell:
         assert (advance, tell) == (None, None)
 
 
 def test_a_line_of_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(get_console(), "is_jupyter", False)
-    with bars.shown(True, "verify") as advance:
+    with bars.progress_bar(True, "verify") as advance:
         assert advance is not None
         advance(1, 4, "[layer] 1")
     assert "verify [layer] 1" in (out := capsys.readouterr().out)
     assert " 25%" in out
-    with bars.events_shown(True, "convert") as tell:
+    with bars.event_bar(True, "convert") as tell:
         assert tell is not None
         tell(Advanced(1, 4, "packed"))
         tell(Checking(3, 4, "checked"))
@@ -43,7 +43,7 @@ def test_a_notebook_is_updated_ten_times_a_second(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bars.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(bars, "UPDATE_SECONDS", 0.125)
     monkeypatch.setattr(get_console(), "is_jupyter", True)
-    with bars.shown(True, "verify") as advance:
+    with bars.progress_bar(True, "verify") as advance:
         assert advance is not None
         for done, label in enumerate(("a", "", "c", "<d>"), 1):
             advance(done, 8, label)

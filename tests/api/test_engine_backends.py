@@ -70,7 +70,7 @@ class Engine:
         )
         names = {
             "one_layer": layer,
-            "engine_experts": SimpleNamespace(RELEASE="0.33.0", this_device=lambda: parse_gpu("A100")),
+            "engine_experts": SimpleNamespace(RELEASE="0.33.0", current_gpu=lambda: parse_gpu("A100")),
         }
         for name, module in names.items():
             monkeypatch.setitem(sys.modules, f"moeq.engines.vllm.{name}", module)

@@ -14,7 +14,7 @@ from rich import get_console
 
 import moeq
 from moeq.api import bars, engine_backends
-from moeq.api.functions import PlanKeywords, Where, _bytes
+from moeq.api.functions import DeploymentKeywords, PlanKeywords, _bytes
 from moeq.check.run_check import CheckOptions
 from moeq.cli import options
 from moeq.cli.app import COMMANDS
@@ -44,7 +44,7 @@ def test_options_have_the_command_lines_names(command: str) -> None:
 
 
 def test_deployment_options_have_the_command_lines_names() -> None:
-    assert set(get_type_hints(Where)) == set(options.DEPLOYMENT)
+    assert set(get_type_hints(DeploymentKeywords)) == set(options.DEPLOYMENT)
 
 
 def test_a_deployment_and_keywords(checkpoints: Path) -> None:

@@ -202,7 +202,7 @@ class TestCompiledLoops:
         index[40] = value
         zeros, scales = np.zeros((2, 2), np.uint8), np.ones((2, 2))
         with pytest.raises(MoeqError, match="group index"):
-            floats.Coded("int4", np.zeros((2, 8), np.uint32), zeros, scales, index, 32)
+            floats.CodedMatrix("int4", np.zeros((2, 8), np.uint32), zeros, scales, index, 32)
 
 
 def test_kinds_of_numbers() -> None:

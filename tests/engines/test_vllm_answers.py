@@ -50,9 +50,9 @@ def test_the_device_is_the_platforms(name: str, capability: tuple[int, int], exp
     monkeypatch.setattr(kind, "get_device_name", classmethod(lambda cls, device_id=0: name))
     if expected == "sm91":
         with pytest.raises(MoeqError, match="sm91"):
-            device_module.this_device()
+            device_module.current_gpu()
     else:
-        assert device_module.this_device().name == expected
+        assert device_module.current_gpu().name == expected
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
@@ -62,7 +62,7 @@ def test_without_cuda_the_drivers_are_asked(is_cpu: bool, monkeypatch) -> None:
     monkeypatch.setattr(kind, "is_cpu", lambda self: is_cpu)
     for gpu in (found, None):
         monkeypatch.setattr(device_module, "detect_gpu", lambda gpu=gpu: gpu)
-        assert device_module.this_device() == (detect_cpu() if is_cpu else gpu or parse_gpu("XPU"))
+        assert device_module.current_gpu() == (detect_cpu() if is_cpu else gpu or parse_gpu("XPU"))
 
 
 def test_a_config_without_the_sources_own() -> None:
@@ -83,7 +83,7 @@ def test_why_a_source_is_not_read_is_said_after_what_convert_says(checkpoints: P
     config = get_quantization_config("moeq").from_config(moeq.open(source).quantization_config)
     config.maybe_update_config(str(source))
     config.unread = source_unread("gptq", "vLLM", ValueError("no such method"))
-    monkeypatch.setattr(config_module, "this_device", lambda: parse_gpu("A100"))
+    monkeypatch.setattr(config_module, "current_gpu", lambda: parse_gpu("A100"))
     with engine(), pytest.raises(MoeqError, match="layers outside the experts are still gptq"):
         config.get_quant_method(torch.nn.Module(), "model.layers.0.x")
 
@@ -287,8 +287,12 @@ class TestBackends:
         assert {layout for layout, one in rows if one.rounds_sizes} == mxfp4
         assert {layout for layout, one in rows if not one.spreads} == cpu
         assert {layout for layout, one in rows if not one.finishes} == {"cpu-amx-int8/1"}
-        trims = {layout: (one.trims.tokens, one.trims.results) for layout, one in rows if any(vars(one.trims).values())}
-        assert trims == {"trtllm-mxfp4/1": (False, True)}
+        unpadded = {
+            layout: (one.unpadded.tokens, one.unpadded.results)
+            for layout, one in rows
+            if any(vars(one.unpadded).values())
+        }
+        assert unpadded == {"trtllm-mxfp4/1": (False, True)}
         marlin = {"marlin-mxfp4-fp8act/1": "fp8", "marlin-mxfp4-fp8act-interleaved/1": "fp8"}
         assert {layout: one.marlin_input for layout, one in rows if one.marlin_input} == marlin
         for layout, one in rows:

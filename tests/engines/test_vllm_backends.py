@@ -136,7 +136,7 @@ def test_from_python_a_report_says_what_ran(checkpoints, tmp_path, monkeypatch) 
     source = checkpoints / "ct-int4-g128-qwen3moe"
     folder = convert(source, tmp_path / "out", "marlin-wna16/1", dtype="fp16")
     monkeypatch.setattr(one_layer, "needs_gpu", lambda: False)
-    monkeypatch.setattr(engine_experts, "this_device", lambda: parse_gpu("A100"))
+    monkeypatch.setattr(engine_experts, "current_gpu", lambda: parse_gpu("A100"))
     report = moeq.run_engine_check(folder, source, layers=(1,), tokens=(5,), all_backends=True)
     ran = {row.backend for row in report.backends if row.refused is None}
     assert CONVERTED in ran

@@ -132,7 +132,7 @@ def test_what_cannot_be_balanced_is_refused(options, words, folders, gpu) -> Non
 
 
 def test_sources_that_are_packed_while_they_load_have_no_replicas(checkpoints, monkeypatch) -> None:
-    monkeypatch.setattr(plugin_config, "this_device", lambda: parse_gpu("A100"))
+    monkeypatch.setattr(plugin_config, "current_gpu", lambda: parse_gpu("A100"))
     source = checkpoints / NAMES[0]
     assert experts_layer(source, kernels="moeq", ep=(0, 2), redundant=0).quant_method.supports_eplb
     with pytest.raises(MoeqError, match="convert first: moeq convert"):

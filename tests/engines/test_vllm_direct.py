@@ -42,7 +42,7 @@ WHERE: dict[str, dict[str, tuple[int, int]]] = {"whole": {}, "tp": {"tp": (1, 2)
 @pytest.fixture(autouse=True)
 def a100(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine sees no GPU here; layouts are chosen for this one."""
-    monkeypatch.setattr(plugin_config, "this_device", lambda: parse_gpu("A100"))
+    monkeypatch.setattr(plugin_config, "current_gpu", lambda: parse_gpu("A100"))
 
 
 def converted(source: Path, out: Path, where: dict[str, tuple[int, int]]) -> Path:

@@ -12,7 +12,7 @@ import pytest
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.errors import MoeqError
-from moeq.gguf.derived import Make, derive, join, join_latent, open_made
+from moeq.gguf.derived import Make, derive, join, join_latent, open_in_memory
 from moeq.gguf.header import GgufTensor
 from moeq.gguf.names import Change
 
@@ -235,7 +235,7 @@ def test_halves_of_different_projections(keys: tuple[int, ...], values: tuple[in
 
 
 def test_made_files_are_read_from_their_beginning() -> None:
-    fd = open_made(memoryview(b"content"))
+    fd = open_in_memory(memoryview(b"content"))
     try:
         assert (os.pread(fd, 99, 0), os.fstat(fd).st_size) == (b"content", 7)
     finally:

@@ -75,7 +75,9 @@ def test_codes_become_what_their_numbers_become(element: str, group: int, bits: 
     scales = rng.standard_normal((n, k // group)) * np.exp(2 * rng.standard_normal((n, 1)))
     scales[::2], scales[4] = scales[::2].astype(np.float16), 0
     zeros = rng.integers(0, 1 << width, scales.shape).astype(np.uint8) * (element[0] == "i")
-    matrix = floats.Coded(element, codes, zeros.astype(np.uint8), scales, np.arange(k, dtype=np.int32) // group, group)
+    matrix = floats.CodedMatrix(
+        element, codes, zeros.astype(np.uint8), scales, np.arange(k, dtype=np.int32) // group, group
+    )
     numbers = np.empty((n, k), np.float32)
     floats.write(matrix, numbers.view(np.uint32), binary16=False)
     found, wanted = (np.empty((n, k * bits // 8), np.uint8) for _ in range(2))

@@ -17,14 +17,14 @@ from oracle.differential.compare import moeq_outcome
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.oracle.engines.vllm.advisories import CONDITIONS, advisories_for, has_defect
-from moeq.oracle.engines.vllm.policy import knowledge, load_policy
+from moeq.oracle.engines.vllm.policy import backend_facts, load_policy
 from moeq.oracle.judge import judge_config
 from moeq.oracle.records import MoeShape
 from moeq.oracle.upgrade import steps
 from moeq.oracle.versions import release, versions
 
 Row = dict[str, Any]
-ROWS: dict[str, Row] = {row["code"]: row for row in knowledge("vllm")["advisories"]}
+ROWS: dict[str, Row] = {row["code"]: row for row in backend_facts("vllm")["advisories"]}
 SHAPE = MoeShape(2048, 768, 128, 8)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 

@@ -19,8 +19,8 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.oracle.devices import device_term, nearest_device
 from moeq.oracle.engines.vllm.outcome import resolve
-from moeq.oracle.engines.vllm.policy import build_policy, knowledge, load_policy
-from moeq.oracle.engines.vllm.tables import longest, parse_search, patched, unpacked
+from moeq.oracle.engines.vllm.policy import backend_facts, build_policy, load_policy
+from moeq.oracle.engines.vllm.tables import longest_prefix, parse_search, patched, unpacked
 from moeq.oracle.judge import judge, judge_config
 from moeq.oracle.quantization_config import config_of
 from moeq.oracle.records import MoeShape
@@ -40,7 +40,7 @@ def test_another_version_is_another_file(tables: dict[str, Any]) -> None:
     tables["version"] = "9.9.9"
     for group in tables["families"]["wna16"]["auto"]:
         group["table"] = " ".join(word for word in group["table"].split(" ") if "HUMMING/" not in word)
-    later, now = build_policy(tables, knowledge("vllm")), load_policy("vllm@0.33.0")
+    later, now = build_policy(tables, backend_facts("vllm")), load_policy("vllm@0.33.0")
     assert later.name == "vllm@9.9.9"
     where = Deployment(parse_gpu("H100"))
     chosen = [resolve(policy, config_of(scheme("gptq")), SHAPE, where).selection.selected for policy in (now, later)]
@@ -100,7 +100,7 @@ def test_rows_left_out_follow_from_the_others(data: st.DataObject) -> None:
     assert sorted(order) == sorted(factors)
     for key, search in full.items():
         ordered = tuple(sorted(key.split(","), key=lambda word: order.index(word[0]))) if key else ()
-        assert rows[longest(ordered, rows)] == search
+        assert rows[longest_prefix(ordered, rows)] == search
 
 
 def test_tables_are_stamped(tables: dict[str, Any]) -> None:

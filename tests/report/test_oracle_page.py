@@ -14,7 +14,7 @@ import pytest
 import moeq
 from moeq.cli.app import run
 from moeq.deploy.gpus import parse_gpu
-from moeq.pipeline.plan.candidates import tried
+from moeq.pipeline.plan.candidates import confirm_backends
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 from moeq.report.oracle_page import render
 
@@ -67,7 +67,7 @@ def test_every_backend_has_its_state_and_reason(page: str, checkpoints: Path) ->
     for number, name in enumerate(GPUS):
         for size in SIZES:
             where = moeq.Deployment(gpu=parse_gpu(name), tp=size)
-            verdict = tried(checkpoint, judge_checkpoint(checkpoint, where, explain=False))
+            verdict = confirm_backends(checkpoint, judge_checkpoint(checkpoint, where, explain=False))
             for row in verdict.candidates:
                 line = next(part for part in page.split("<tr>") if f'name">{row.backend}</td>' in part)
                 states = re.findall(rf'gpu g{number} (\w+)">', line)

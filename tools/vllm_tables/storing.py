@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moeq.oracle.engines.vllm.tables import Tables, longest
+from moeq.oracle.engines.vllm.tables import Tables, longest_prefix
 
 _WIDTH = 118
 
@@ -98,7 +98,7 @@ def fewest(factors: tuple[str, ...], rows: Mapping[str, str]) -> tuple[tuple[str
         ordered = {tuple(sorted(k, key=lambda word: place[word.partition("=")[0]])): text for k, text in keys.items()}
         kept: Rows = {}
         for key in sorted(ordered, key=len):
-            if not key or kept[longest(key, kept)] != ordered[key]:
+            if not key or kept[longest_prefix(key, kept)] != ordered[key]:
                 kept[key] = ordered[key]
         if best is None or len(kept) < len(best[1]):
             best = order, kept

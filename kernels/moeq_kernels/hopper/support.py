@@ -11,7 +11,7 @@ import torch
 from moeq_kernels.errors import KernelUnsupportedError
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.hopper.w4a16.kinds import KINDS
-from moeq_kernels.hopper.w4a16.product_launches import alike, kind_of, one_group
+from moeq_kernels.hopper.w4a16.product_launches import kind_of, only_second_is_channelwise, share_constants
 from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
@@ -161,7 +161,8 @@ def reasons(problem: Problem) -> Iterator[str]:
 
 def mixture_reasons(w13: PackedMatrix, w2: PackedMatrix) -> Iterator[str]:
     """Yield a reason if both formats are supported, but not in one layer."""
-    if not {(one.layout, one.element) for one in (w13, w2)} <= READ.keys() or alike(w13, w2) or one_group(w13, w2):
+    are_read = {(one.layout, one.element) for one in (w13, w2)} <= READ.keys()
+    if not are_read or share_constants(w13, w2) or only_second_is_channelwise(w13, w2):
         return
     if not (KINDS[kind_of(w13)].is_mixable and KINDS[kind_of(w2)].is_mixable):
         first, second = (f"{one.layout} {one.element}, groups of {one.group_size}" for one in (w13, w2))

@@ -10,18 +10,18 @@ from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.support import MAX_EXPERTS, WHOLE_NIBBLES, matrix_reasons, triton_reason
 from moeq_kernels.hopper.w4a16.kinds import KINDS
-from moeq_kernels.hopper.w4a16.product_launches import alike, channel_scale, group_of, group_scale, kind_of
+from moeq_kernels.hopper.w4a16.product_launches import channel_scale, group_of, group_scale, kind_of, share_constants
 from moeq_kernels.launch import Launch
 from moeq_kernels.mma.mma_plan import MmaPlan, choose
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
-from moeq_kernels.sorting import Sorted, kept_dtype, most_tiles, room, sort_pairs, sum_parts
+from moeq_kernels.sorting import Sorted, allocate_sorted, kept_dtype, most_tiles, sort_pairs, sum_parts
 
 #: Largest number of pairs whose expert outputs stay float32 until they are summed.
 MAX_EXACT_PAIRS = 1024
 
 
-def on(problem: Problem) -> bool:
+def is_preferred(problem: Problem) -> bool:
     """Return whether the `mma.sync` kernels are preferred on the problem's GPU."""
     gpu = problem.gpu
     return not problem.interpret and gpu.backend == "cuda" and (8, 0) <= gpu.capability != (9, 0)
@@ -48,7 +48,7 @@ def plan_for(problem: Problem, tokens: int) -> MmaPlan:
     """Choose sizes for a number of tokens."""
     w13 = problem.w13
     kind, group, gated = kind_of(w13), group_of(w13), problem.epilogue.gated
-    if not alike(w13, problem.w2):  # the plan has to fit both matrices
+    if not share_constants(w13, problem.w2):  # the plan has to fit both matrices
         group = min(group or 128, group_of(problem.w2) or 128)
     pairs = tokens * problem.top_k
     return choose(pairs, problem.experts, w13.k, problem.intermediate, group, kind, gated, problem.gpu)
@@ -59,7 +59,7 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: MmaPlan) -> lis
     pairs = piece.ids.numel()
     num_tiles = most_tiles(pairs, plan.tokens, problem.experts)
     counters = num_tiles * -(-problem.intermediate // 128) if plan.gate_up_splits > 1 else 0
-    found = room(problem, arena, pairs, plan.tokens, counters)
+    found = allocate_sorted(problem, arena, pairs, plan.tokens, counters)
     middle = arena.take(problem.dtype, pairs, problem.intermediate)
     finer = KINDS[kind_of(problem.w2)].keeps_extra_bit or problem.w2.bias is not None
     kept = kept_dtype(problem, pairs <= MAX_EXACT_PAIRS or plan.down_splits > 1, finer)

@@ -30,7 +30,7 @@ from moeq.engines.choice import EngineOptions, engine_options
 from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.engines.experts_source import ExpertsSource, PackingExpertsSource, open_experts
 from moeq.engines.reload import ExpertReload, divert
-from moeq.engines.vllm.engine_experts import RELEASE, this_device
+from moeq.engines.vllm.engine_experts import RELEASE, current_gpu
 from moeq.engines.vllm.experts_method import MoeqMoEMethod
 from moeq.engines.vllm.own_experts import logger
 from moeq.errors import MoeqError
@@ -180,7 +180,7 @@ def deployment_of(config: Any, options: EngineOptions) -> Deployment:
     backend = str(getattr(getattr(config, "kernel_config", None), "moe_backend", "auto"))
     dtype = None if config.model_config is None else str(config.model_config.dtype)
     return Deployment(
-        gpu=this_device(),
+        gpu=current_gpu(),
         tp=tp,
         ep=tp * dp if parallel.enable_expert_parallel else 1,
         dp=dp,

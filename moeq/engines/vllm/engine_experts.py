@@ -39,7 +39,7 @@ RECORDS = "moeq_records"
 GPT_OSS: Clamp = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}
 
 
-def this_device() -> Gpu:
+def current_gpu() -> Gpu:
     """Return the device that the engine runs on.
 
     CUDA devices are named by the engine's platform, which asks the driver without taking memory on the device.
@@ -57,7 +57,7 @@ def this_device() -> Gpu:
     return detect_gpu() or parse_gpu("XPU")
 
 
-def takes(function: Callable[..., Any], argument: str) -> bool:
+def accepts(function: Callable[..., Any], argument: str) -> bool:
     """Return whether one of the engine's functions has an argument of that name in this version."""
     return argument in inspect.signature(function).parameters
 
@@ -78,7 +78,7 @@ def as_filled(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
 
 
 @dataclass(frozen=True)
-class Trims:
+class UnpaddedSides:
     """Sides of a kernel that have no padding of the hidden size, in a layout that pads it."""
 
     tokens: bool = False  #: whether the kernel takes tokens without padding
@@ -105,7 +105,7 @@ class EngineExperts:
     settle: Callable[[Any, RankWeights, ReadScales], None] = as_filled
     #: Whether hidden and intermediate size are rounded up before weights are made, as the layout pads.
     rounds_sizes: bool = False
-    trims: Trims = Trims()  #: sides of the kernel that have no padding
+    unpadded: UnpaddedSides = UnpaddedSides()  #: sides of the kernel that have no padding
     marlin_input: str | None = None  #: value of VLLM_MARLIN_INPUT_DTYPE that the bytes are for
     spreads: bool = True  #: whether expert-parallel ranks may hold some of the experts
     finishes: bool = True  #: whether the expert class gets the filled layer at the end

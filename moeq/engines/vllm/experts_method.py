@@ -19,12 +19,12 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils import get_marli
 from vllm.platforms import current_platform
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
-from moeq.engines.choice import EngineOptions, choose, outcome
+from moeq.engines.choice import EngineOptions, choose, result_or_error
 from moeq.engines.experts_source import ExpertsSource
 from moeq.engines.packed_method import PackedMethod
 from moeq.engines.vllm.backends import BACKENDS
 from moeq.engines.vllm.balancing import follow_balancers, placed_experts
-from moeq.engines.vllm.engine_experts import RECORDS, EngineExperts, RankWeights, takes
+from moeq.engines.vllm.engine_experts import RECORDS, EngineExperts, RankWeights, accepts
 from moeq.engines.vllm.own_experts import (
     check_own,
     clamp_arguments,
@@ -103,8 +103,8 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
             **self.specs, scheme=scheme, experts=self.part.experts, activation=moe.activation.value
         )
         arguments = moe, entry, self.rank, self.weights, experts.backend
-        engine = _eplb_error() if parallel.enable_eplb else outcome(partial(_engine_experts, *arguments))
-        own = outcome(lambda: check_own(moe, entry, self.part))
+        engine = _eplb_error() if parallel.enable_eplb else result_or_error(partial(_engine_experts, *arguments))
+        own = result_or_error(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
         fp8 = self.activations == "fp8"  # no kernel of the engine has e4m3 activations on these bytes
@@ -153,12 +153,12 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
     @property
     def skip_forward_padding(self) -> bool:
         """Whether the engine's kernel takes tokens without the padding of the hidden size."""
-        return not self.choice.own and self.engine.trims.tokens
+        return not self.choice.own and self.engine.unpadded.tokens
 
     @property
     def has_unpadded_output(self) -> bool:
         """Whether the engine's kernel returns results without the padding of the hidden size."""
-        return not self.choice.own and self.engine.trims.results
+        return not self.choice.own and self.engine.unpadded.results
 
     def create_weights(
         self,
@@ -297,7 +297,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         """Run the routed experts in a kernel of the engine that routes the tokens itself."""
         kernel = self.moe_kernel
         assert kernel is not None
-        sink = {"routing_sink": layer.routing_sink} if takes(kernel.apply_monolithic, "routing_sink") else {}
+        sink = {"routing_sink": layer.routing_sink} if accepts(kernel.apply_monolithic, "routing_sink") else {}
         return kernel.apply_monolithic(
             x,
             layer.w13_weight,
@@ -370,7 +370,7 @@ def _engine_experts(
         )
     reasons: list[MoeqError] = []
     for engine in sorted(allowed, key=lambda row: row.reader.backend != preferred):
-        kind = outcome(lambda engine=engine: _supported_class(engine, moe, entry, rank, weights))  # type: ignore[misc]
+        kind = result_or_error(partial(_supported_class, engine, moe, entry, rank, weights))
         if not isinstance(kind, MoeqError):
             return engine, kind
         reasons.append(kind)

@@ -1,4 +1,4 @@
-"""Set up vLLM's experts for NVFP4, FP8 and MXFP8 on bytes in their own order.
+"""Set up vLLM's experts for NVFP4, FP8 and MXFP8 on bytes that already lie as its kernels read them.
 
 The engine's own functions make the records of scales and the kernels (`fused_moe/oracle/nvfp4.py`, `fp8.py`). This
 module replaces its `process_weights_after_loading`: it sets the scales of static activations, reduced as the engine
@@ -25,8 +25,8 @@ from moeq.engines.vllm.engine_experts import (
     RankWeights,
     ReadScales,
     Tensors,
+    accepts,
     set_parameter,
-    takes,
 )
 from moeq.errors import MoeqError
 from moeq.layouts.readers import VLLM
@@ -56,6 +56,7 @@ def _clamped(clamp: Clamp, alpha: str, beta: str) -> dict[str, float | None]:
 
 
 def as_it_is(scale: Any) -> Any:
+    """Return the stored scales."""
     return scale
 
 
@@ -106,7 +107,7 @@ def _nvfp4_keys(weights: RankWeights) -> tuple[Any, Any]:
 def _nvfp4_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Clamp, **more: Any) -> Any:
     """Make the record of scales from the layer's own global scales, which the engine's experts multiply in place."""
     limits = _clamped(clamp, "swiglu_alpha", "swiglu_beta")
-    if not takes(nvfp4.make_nvfp4_moe_quant_config, "swiglu_alpha"):  # these experts read the layer's record
+    if not accepts(nvfp4.make_nvfp4_moe_quant_config, "swiglu_alpha"):  # these experts read the layer's record
         limits = {"swiglu_limit": limits["swiglu_limit"]}
     return nvfp4.make_nvfp4_moe_quant_config(
         backend=backend,
@@ -183,8 +184,13 @@ def _b12x(reader: VLLM) -> EngineExperts:
 
 
 def b12x_is_16_bit(weights: RankWeights) -> str | None:
+    """Return why an environment variable rules out these experts, or None."""
     forced = envs.VLLM_B12X_MOE_FP4_FORCE_A16
-    return "VLLM_B12X_MOE_FP4_FORCE_A16=1 asks for 16-bit activations, whose weights lie otherwise" if forced else None
+    return (
+        "VLLM_B12X_MOE_FP4_FORCE_A16=1 asks for 16-bit activations, whose weights have another layout"
+        if forced
+        else None
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- FP8 and MXFP8
@@ -226,8 +232,8 @@ def _static_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None
         return
     stored, held = _stored(scales, "FP8"), slice(*weights.experts)
     gate, up = stored.w13[held, 0], stored.w13[held, -1]
-    # The engine's loader keeps the last of the two by name. It refuses a checkpoint of compressed-tensors whose scales
-    # differ; here the larger one clips no activation that either would not.
+    # The engine's loader keeps the last of the two by name, except that it refuses a checkpoint of compressed-tensors
+    # whose scales differ. The larger scale is safe there: it clips no more activations than the smaller one.
     differ = (gate != 1) & ((gate - up).abs() > 1e-5)
     is_checked = weights.scheme.quant_method == "compressed-tensors"
     w13 = torch.where(differ, torch.maximum(gate, up), up) if is_checked else up
@@ -242,7 +248,10 @@ def _fp8_settled(scale: Form, padded: tuple[str, ...], layer: Any, weights: Rank
 
 
 def _shuffled(scale: Form, dtype: torch.dtype, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """Mark weights as shuffled, for which AITER looks. E4M3FNUZ codes are worth half, so activation scales double."""
+    """Set the attribute by which AITER knows shuffled weights; double activation scales of E4M3FNUZ codes.
+
+    The same code means half as much in E4M3FNUZ as in E4M3FN.
+    """
     _fp8_settled(scale, (), layer, weights, scales)
     for role in ("w13", "w2"):
         weight = getattr(layer, f"{role}_weight")
@@ -275,7 +284,7 @@ def _mxfp8(reader: VLLM, scale: Form = as_it_is, **more: Any) -> EngineExperts:
     return _fp8(reader, scale, title=f"{reader.backend} (MXFP8)", classes=classes, keys=_mxfp8_keys, **more)
 
 
-#: Fields of the engine's record of a layer that its preparation changes, in two kinds of backends.
+#: Fields of the engine's record of a layer that get padded sizes: the intermediate size alone, or the hidden one too.
 _INTERMEDIATE = ("intermediate_size_per_partition",)
 _ALL = ("hidden_dim_unpadded", "hidden_dim", *_INTERMEDIATE)
 

@@ -25,7 +25,7 @@ from moeq.engines.vllm.engine_experts import (
     RankWeights,
     ReadScales,
     Tensors,
-    Trims,
+    UnpaddedSides,
     widen_biases,
 )
 from moeq.engines.vllm.float_experts import all_rows, as_it_is, b12x_is_16_bit, exponents, named_scales, transposed
@@ -81,8 +81,8 @@ def _trtllm_settled(layer: Any, weights: RankWeights, scales: ReadScales) -> Non
 
 def _trtllm(reader: VLLM) -> EngineExperts:
     if reader.backend == "FLASHINFER_TRTLLM_MXFP4_BF16":
-        return _row(reader, settle=_trtllm_settled, trims=Trims(results=True))
-    return _row(reader, _MXFP8, settle=_trtllm_settled, trims=Trims(tokens=True, results=True))
+        return _row(reader, settle=_trtllm_settled, unpadded=UnpaddedSides(results=True))
+    return _row(reader, _MXFP8, settle=_trtllm_settled, unpadded=UnpaddedSides(tokens=True, results=True))
 
 
 # --------------------------------------------------------------------------------------------------------------- AITER

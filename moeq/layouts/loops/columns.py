@@ -90,9 +90,9 @@ def add_negative_zeros(flags: Array, words: Array) -> None:
     _loops.add_negative_zeros(flags, words)
 
 
-def without(byte: int, source: Array, out: Array) -> None:
+def copy_without(byte: int, source: Array, out: Array) -> None:
     """Copy `source` to `out` with 0 in place of a byte: uint8 `[N, K]`, rows contiguous."""
-    _loops.without(np.uint8(byte), source, out)
+    _loops.copy_without(np.uint8(byte), source, out)
 
 
 def lacks_negative_zeros(words: Array, found: Array) -> bool:

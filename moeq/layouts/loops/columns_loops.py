@@ -43,7 +43,7 @@ def look_up_rows(table, source, times, out):  # type: ignore[no-untyped-def]
 
 
 @loop
-def without(byte, source, out):  # type: ignore[no-untyped-def]
+def copy_without(byte, source, out):  # type: ignore[no-untyped-def]
     for n in range(source.shape[0]):
         row, filled = source[n], out[n]
         for k in range(len(row)):

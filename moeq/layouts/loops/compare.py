@@ -9,7 +9,7 @@ from moeq.layouts.loops.native import Array, Loops
 _loops = Loops("moeq.layouts.loops.compare_loops")
 
 
-def same(left: Array, right: Array, row: int = 0) -> bool:
+def equal_rows(left: Array, right: Array, row: int = 0) -> bool:
     """Return whether a matrix of unsigned integers holds another one from `row` on.
 
     Args:

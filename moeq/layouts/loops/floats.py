@@ -1,8 +1,8 @@
-"""Quantised matrices as floats or FP8 blocks, every value rounded once, and the distance to them, in compiled loops.
+"""Write quantised matrices as floats or FP8 blocks, every value rounded once, and measure the change; compiled loops.
 
 Values are the products that `moeq.schemes.dequantize` defines: scale times code (less the zero point), exact in
-float64, rounded to float32. They are written by a table of codes. The comparison takes them from the bits of the codes
-and reads what was written by arithmetic.
+float64, rounded to float32. Writing looks codes up in a table. Measuring computes values from the bits of codes
+instead, so that a mistake in the table shows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ELEMENTS = {"int4": 4, "int8": 8, "e2m1": 21, "e4m3": 43}
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodedMatrix:
     """A matrix `[N, K]` of codes that can be written as floats."""
 
     element: str  #: `int4`, `int8`, `e2m1` or `e4m3`
@@ -33,7 +33,7 @@ class Coded:
     zeros: Array  #: uint8 `[N, G]`, zero points of integers; zeros for floats
     scales: Array  #: float64 `[N, G]`
     index: Array  #: int32 `[K]`, the group of each column
-    run: int  #: number of columns that, from each of its multiples on, have one group
+    run: int  #: columns per run; runs begin at multiples of it, and all columns of a run have the same group
 
     def __post_init__(self) -> None:
         """Check the index. Raises MoeqError `source.bad-data`."""
@@ -41,13 +41,13 @@ class Coded:
         if index.dtype != np.int32 or int(index.view(np.uint32).max(initial=0)) >= groups:
             check_indices(index, groups, "group index")
 
-    def rows(self, rows: slice) -> Coded:
+    def rows(self, rows: slice) -> CodedMatrix:
         """Return some rows."""
         return replace(self, codes=self.codes[rows], zeros=self.zeros[rows], scales=self.scales[rows])
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredChange:
     """Difference between a matrix and what was written for it."""
 
     numbers: int  #: numbers that differ
@@ -60,8 +60,8 @@ class Measured:
     after: float  #: number that was written there
 
 
-def joined(halves: Sequence[Measured | None], rows: int, interleaved: bool) -> Measured | None:
-    """Join the changes of two matrices to those of one with `rows` rows, interleaved or stacked.
+def joined(halves: Sequence[MeasuredChange | None], rows: int, interleaved: bool) -> MeasuredChange | None:
+    """Join the changes of gate and up into those of one matrix with `rows` rows, interleaved or stacked.
 
     Returns None where neither was measured. Raises ValueError where only one was.
     """
@@ -77,7 +77,7 @@ def joined(halves: Sequence[Measured | None], rows: int, interleaved: bool) -> M
         if change.numbers
     ]
     first, change = min(places, key=lambda found: found[0], default=((0, 0), known[0]))
-    return Measured(
+    return MeasuredChange(
         numbers=sum(half.numbers for half in known),
         blocks=sum(half.blocks for half in known),
         largest=max(half.largest for half in known),
@@ -89,7 +89,7 @@ def joined(halves: Sequence[Measured | None], rows: int, interleaved: bool) -> M
     )
 
 
-def write(matrix: Coded, out: Array, *, binary16: bool) -> None:
+def write(matrix: CodedMatrix, out: Array, *, binary16: bool) -> None:
     """Fill `out` with the numbers nearest to the values.
 
     Args:
@@ -110,11 +110,11 @@ def _kind(floats: Array, binary16: bool) -> int:
     return 2 if floats.itemsize == 4 else int(binary16)
 
 
-def write_fp8_blocks(matrix: Coded, out: Array) -> Array | None:
+def write_fp8_blocks(matrix: CodedMatrix, out: Array) -> Array | None:
     """Fill `out`, uint8 `[N, K]`, rows contiguous, with E4M3 codes under one power of two per block of 128 x 128.
 
-    That is the smallest under which the block's largest value fits 448, and a normal float32 number; values are rounded
-    to the nearest, ties to even. Returns the exponents of the powers, int64 `[ceil(N / 128), ceil(K / 128)]`; None
+    The power is the smallest normal float32 number under which the block's largest value fits 448. Values are rounded
+    to nearest even. Returns the exponents of the powers, int64 `[ceil(N / 128), ceil(K / 128)]`; None
     where a value is not finite.
     """
     powers = np.zeros([-(-size // BLOCK) for size in out.shape], np.int64)
@@ -133,8 +133,8 @@ def write_fp8_strip(numbers: Array, out: Array) -> Array | None:
     return powers if _loops.round_strip(numbers, numbers.view(np.uint32), out, powers) else None
 
 
-def measure(matrix: Coded, found: Array, block: tuple[int, int], *, binary16: bool) -> Measured | None:
-    """Compare rows of floats, as for `write`, with a matrix; `block` are rows and columns that count as a block.
+def measure(matrix: CodedMatrix, found: Array, block: tuple[int, int], *, binary16: bool) -> MeasuredChange | None:
+    """Compare `found`, rows of floats as `write` makes them, with a matrix; `block` is rows and columns of a block.
 
     Returns the difference, with 0 numbers where all are equal (0.0 equals -0.0); None where a number is not finite.
     """
@@ -143,13 +143,15 @@ def measure(matrix: Coded, found: Array, block: tuple[int, int], *, binary16: bo
     return _measured(_loops.measure_rows, sides, (numbers, numbers.view(np.uint32)), block)
 
 
-def measure_codes(matrix: Coded, found: Coded, block: tuple[int, int]) -> Measured | None:
+def measure_codes(matrix: CodedMatrix, found: CodedMatrix, block: tuple[int, int]) -> MeasuredChange | None:
     """Compare a matrix, as `measure` does, with one of other codes that should mean the same numbers."""
     numbers = np.empty((2, len(matrix.index)), np.float32)
     return _measured(_loops.measure_codes, (*_by_bits(matrix), *_by_bits(found)), (numbers,), block)
 
 
-def measure_numbers(rows: Iterable[tuple[int, Array, Array]], columns: int, block: tuple[int, int]) -> Measured | None:
+def measure_numbers(
+    rows: Iterable[tuple[int, Array, Array]], columns: int, block: tuple[int, int]
+) -> MeasuredChange | None:
     """Compare float32 numbers, some rows at a time, as `measure` does.
 
     Args:
@@ -163,20 +165,20 @@ def measure_numbers(rows: Iterable[tuple[int, Array, Array]], columns: int, bloc
     return _of_counts(sums, counts)
 
 
-def _measured(loop: Loop, sides: Sequence[Any], rows: Sequence[Array], block: tuple[int, int]) -> Measured | None:
+def _measured(loop: Loop, sides: Sequence[Any], rows: Sequence[Array], block: tuple[int, int]) -> MeasuredChange | None:
     """Run a loop that compares two matrices; `rows` are views of the memory for a row of each."""
     sums, counts = np.zeros(5), np.zeros(4, np.int64)
     touched = np.zeros(-(-rows[0].shape[1] // block[1]), np.uint8)
     return _of_counts(sums, counts) if loop(*sides, np.array(block), *rows, sums, counts, touched) else None
 
 
-def _of_counts(sums: Array, counts: Array) -> Measured:
+def _of_counts(sums: Array, counts: Array) -> MeasuredChange:
     count, blocks, row, column = (int(counted) for counted in counts)
     squares, norm, largest, before, after = (float(total) for total in sums)
-    return Measured(count, blocks, largest, squares, norm, (row, column), before, after)
+    return MeasuredChange(count, blocks, largest, squares, norm, (row, column), before, after)
 
 
-def by_table(matrix: Coded) -> tuple[Any, ...]:
+def by_table(matrix: CodedMatrix) -> tuple[Any, ...]:
     """Return the arguments of a matrix for the loops that write, with a table of codes, up to `scales`."""
     table = _table(matrix.element)
     codes, bits = matrix.codes.view(np.uint8), 4 if len(table) == 16 else 8
@@ -184,7 +186,7 @@ def by_table(matrix: Coded) -> tuple[Any, ...]:
     return codes, bits, table, matrix.zeros, matrix.index, ends, matrix.scales
 
 
-def _by_bits(matrix: Coded) -> tuple[Any, ...]:
+def _by_bits(matrix: CodedMatrix) -> tuple[Any, ...]:
     """Return the arguments of a matrix for the loops that compare."""
     return matrix.codes.view(np.uint8), ELEMENTS[matrix.element], matrix.zeros, matrix.index, matrix.run, matrix.scales
 

@@ -11,12 +11,12 @@ from moeq.layouts.loops.vectors import load, look_up, store
 _1, _16, _13 = np.uint32(1), np.uint32(16), np.uint32(13)
 _SIGN, _REST, _REST64 = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint64(0x7FFFFFFFFFFFFFFF)
 
-# float32 bits of the least numbers that round to infinity and to a normal number in binary16, of 0.5, whose last bit is
-# that of binary16's subnormal numbers, and what moves an exponent from one bias to the other and rounds.
+# For rounding to binary16, as float32 bits: the least number that rounds to infinity; the least normal number; 0.5,
+# whose last bit has the value of binary16's last subnormal bit; and the sum of a change of bias and of half a last bit.
 _INFINITE16, _NORMAL16, _HALF, _REBIAS = (np.uint32(n) for n in (0x477FF000, 0x38800000, 0x3F000000, 0xC8000FFF))
 
-# float32 bits of E4M3's least normal number, what moves an exponent from one bias to the other, what rounds, and the
-# number whose last bit is that of E4M3's subnormal numbers.
+# For rounding to E4M3: float32 bits of the least normal number, the change of bias, just below half a last bit, and two
+# shifts. Then the float32 number whose last bit has the value of E4M3's last subnormal bit, and its bits.
 _NORMAL8, _REBIAS8, _ROUND8, _20, _24 = (np.uint32(n) for n in (0x3C800000, 960, 0x7FFFF, 20, 24))
 _STEP8, _STEP8_BITS = np.float32(2.0**14), np.uint32(0x46800000)
 
@@ -32,10 +32,10 @@ _meanings = scratch(np.float32, 16)
 
 @loop
 def round_rows(codes, bits, table, zeros, index, ends, scales, kind, numbers, bits_of, out):  # type: ignore[no-untyped-def]
-    """Fill rows with values by a table of codes, rounded to nearest even. Columns up to `ends[k]` have the group of k.
+    """Fill rows with values by a table of codes, rounded to nearest even.
 
-    `kind` is 0 for bfloat16, 1 for binary16, 2 for float32. `numbers`, float32 `[1, K]`, holds a row, and `bits_of` is
-    the same memory as uint32.
+    Columns from k up to `ends[k]` have the group of column k. `kind` is 0 for bfloat16, 1 for binary16, 2 for float32.
+    `numbers`, float32 `[1, K]`, holds a row, and `bits_of` is the same memory as uint32.
     """
     for n in range(out.shape[0]):
         look_up_row(codes[n], bits, table, zeros[n], index, ends, scales[n], 0, numbers[0])
@@ -365,7 +365,7 @@ def _integer(code, zero, scale):  # type: ignore[no-untyped-def]
 
 @loop
 def _short_product(code, zero, scale):  # type: ignore[no-untyped-def]
-    """Return what `_integer` does, for a float32 scale: the float32 product is then rounded once, too."""
+    """Return the result of `_integer` for a float32 scale, faster: the only inexact step is the float32 product."""
     return np.float32(np.float32(np.float32(np.int32(code)) - np.float32(np.int32(zero))) * scale)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeq.layouts.loops.floats import Coded, by_table
+from moeq.layouts.loops.floats import CodedMatrix, by_table
 from moeq.layouts.loops.native import Array, Loops
 
 _loops = Loops("moeq.layouts.loops.kt_amx_loops")
@@ -23,7 +23,7 @@ def quantize(numbers: Array, bits: int, codes: Array, scales: Array) -> None:
     _loops.quantize(numbers.reshape(runs), numbers.view(np.uint32).reshape(runs), bits, codes.reshape(runs), scales)
 
 
-def quantize_codes(matrix: Coded, bits: int, codes: Array, scales: Array) -> None:
+def quantize_codes(matrix: CodedMatrix, bits: int, codes: Array, scales: Array) -> None:
     """Quantise a matrix of other codes; further arguments are those of `quantize`."""
     row, runs = np.empty(len(matrix.index), np.float32), (*scales.shape, -1)
     views = row, row.reshape(runs[1:]), row.view(np.uint32).reshape(runs[1:])

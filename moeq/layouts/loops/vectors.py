@@ -1,8 +1,8 @@
 """Vectors in numba: eight 64-bit words that permutations and masks work on at once, in registers.
 
-numba has no vectors, and compilers turn loops into vector operations only where nothing changes places. These few
-operations are LLVM's own, which every processor has instructions for: with 512-bit registers one each. Bytes are
-numbered as they lie in memory; all of this is little-endian.
+numba has no vectors, and compilers turn loops into vector operations only where nothing changes places. Each function
+here is an operation of LLVM, and one instruction on a processor with 512-bit registers. Bytes are numbered as they lie
+in memory, little-endian.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def store_two(typing, first, second, index, vector):  # type: ignore[no-untyped-
 def look_up(typing, table, octets, index):  # type: ignore[no-untyped-def]
     """Return sixteen 32-bit words of a table of sixteen, by the 4-bit codes in eight bytes from `octets[index]` on.
 
-    One instruction where a processor permutes words by a register: LLVM knows it by lanes taken one by one.
+    Where a processor can permute words by a register, LLVM makes one instruction of the sixteen single look-ups.
     """
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]

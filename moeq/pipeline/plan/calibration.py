@@ -49,20 +49,20 @@ def with_scales(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict
         return replace(verdict, gates=(*verdict.gates, gate))
     if not faults or verdict.selected is None or not verdict.engine.startswith(("vllm", "sglang")):
         return verdict
-    backend = verdict.selected.backend
+    backend, found = verdict.selected.backend, faults_text(faults)
     if is_weight_only(verdict):
-        note = f"{shown(faults)}: {backend} is weight-only and needs none; 4- and 8-bit activations would be wrong"
+        note = f"{found}: {backend} is weight-only and needs none; 4- and 8-bit activations would be wrong"
         return replace(verdict, notes=(*verdict.notes, note))
     experts = checkpoint.num_experts(layer)
     effect = _nvfp4(faults, verdict, experts) if verdict.family == "nvfp4" else _fp8(faults, experts)
     if effect is None and any(fault.is_stored for fault in faults):
-        note = f"{shown(faults)}: {backend} takes the largest scale of a layer for all of its experts, which hides it"
+        note = f"{found}: {backend} takes the largest scale of a layer for all of its experts, which hides it"
         return replace(verdict, notes=(*verdict.notes, note))
     if effect is None:
         return verdict
     flag = "--moe-runner-backend marlin" if verdict.engine.startswith("sglang") else "--moe-backend marlin"
     remedy = f"{flag}, or calibrate every expert and quantise again"
-    text = f"{shown(faults)}: {backend} {effect}; Marlin is weight-only and unharmed"
+    text = f"{found}: {backend} {effect}; Marlin is weight-only and unharmed"
     gate = Gate("G13", "tensors of experts", False, text, "none", "LOADING", remedy)
     return replace(verdict, gates=(*verdict.gates, gate), convert=None, no_convert=text)
 
@@ -73,12 +73,13 @@ def conversion_warning(checkpoint: Checkpoint, layouts: Mapping[int, str]) -> st
     faults = [fault for found in faulty.values() for fault in found]
     if not faults:
         return None
+    text = faults_text(faults)
     readers = [reader for layer in faulty if faulty[layer] for reader in layout_class(layouts[layer]).vllm_readers()]
     if all(reader.weights_only for reader in readers):
-        return f"{shown(faults)}; this layout is weight-only and unharmed, 4- and 8-bit activations would be wrong"
+        return f"{text}; this layout is weight-only and unharmed, 4- and 8-bit activations would be wrong"
     nvfp4 = any(checkpoint.scheme_of(layer).format == "nvfp4" for layer in faulty if faulty[layer])
     effect = "give NaN" if nvfp4 or any(fault.is_stored for fault in faults) else "take 1.0 and lose accuracy"
-    return f"{shown(faults)}; kernels with 4- or 8-bit activations {effect}; {option('backend', 'marlin')} is unharmed"
+    return f"{text}; kernels with 4- or 8-bit activations {effect}; {option('backend', 'marlin')} is unharmed"
 
 
 def is_weight_only(verdict: Verdict) -> bool:
@@ -91,7 +92,7 @@ def is_weight_only(verdict: Verdict) -> bool:
     return not emulated and (verdict.runs_as is None or verdict.runs_as.endswith("A16"))
 
 
-def shown(faults: Sequence[ScaleFault]) -> str:
+def faults_text(faults: Sequence[ScaleFault]) -> str:
     """Describe the first faults and count the others."""
     return listed((fault.text for fault in faults), 3, "; ")
 

@@ -191,7 +191,9 @@ def _with_force(question: Question, choice: LayoutChoice, against: list[str]) ->
     return replace(choice, overridden=tuple(against))
 
 
-def tried(checkpoint: Checkpoint, verdict: Verdict, layer: int | None = None, scheme: Scheme | None = None) -> Verdict:
+def confirm_backends(
+    checkpoint: Checkpoint, verdict: Verdict, layer: int | None = None, scheme: Scheme | None = None
+) -> Verdict:
     """Return the verdict in which a backend works only if asking for it by name makes the engine run it."""
     rows = []
     for row in verdict.candidates:

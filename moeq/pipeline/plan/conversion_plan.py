@@ -16,12 +16,12 @@ from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import CopiedLayer
 from moeq.checkpoint.source import Source
 from moeq.checkpoint.writer import FileForm, file_form, tensor_bytes
+from moeq.display import DisplayedRecord
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
 from moeq.pipeline.plan.options import DEFAULTS, ONE_RANK, ConvertOptions, Ranks
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Piece, Unit, copy_units, pack_units
-from moeq.shown import Shown
 
 #: Name to shape and dtype, in file order.
 TensorForms = dict[str, tuple[tuple[int, ...], str]]
@@ -54,7 +54,7 @@ class FilePlan:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Shown):
+class Plan(DisplayedRecord):
     """A whole conversion."""
 
     files: tuple[FilePlan, ...]  #: output files in order

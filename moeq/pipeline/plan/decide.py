@@ -26,7 +26,7 @@ from moeq.oracle.records import ConvertTarget, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.loss_probe import find_loss
 from moeq.pipeline.plan.calibration import fault_kinds
-from moeq.pipeline.plan.candidates import LayoutChoice, candidates, own_target, tried
+from moeq.pipeline.plan.candidates import LayoutChoice, candidates, confirm_backends, own_target
 from moeq.pipeline.plan.expert_names import with_names
 from moeq.pipeline.plan.layer_loaders import engine_verdicts, loaders_of_plan
 from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
@@ -208,7 +208,7 @@ def answer(
         written = _regrouped(checkpoint.scheme_of(layers[0]), options.regroup)
         verdict = judge_checkpoint(checkpoint, question.deployment, layers[0], scheme=written, explain=explain)
         found = error or _choice(checkpoint, question, layers[0], written, verdict, loaders=loaders)
-        verdict = verdict if brief else tried(checkpoint, verdict, layers[0], written)
+        verdict = verdict if brief else confirm_backends(checkpoint, verdict, layers[0], written)
         parts.append(_part(layers, with_names(checkpoint, verdict, layers[0]), found))
     refused = {layer: part.error for part in parts for layer in part.layers if part.error}
     if refused:

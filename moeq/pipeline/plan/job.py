@@ -17,6 +17,7 @@ from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.checkpoint.paths import require_distinct
 from moeq.checkpoint.source import CONFIG_NAME, LocalSource, Source
 from moeq.deploy.deployment import Deployment
+from moeq.display import DisplayedRecord
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
@@ -25,7 +26,6 @@ from moeq.pipeline.plan.decide import Answer, advised
 from moeq.pipeline.plan.options import DEFAULTS, ConvertOptions, Question
 from moeq.pipeline.plan.side_files import RESTORE_DATA_NAME, SIGNATURE_NAME, SideFiles, plan_side_files
 from moeq.pipeline.plan.units import Unit
-from moeq.shown import Shown
 from moeq.typed import read_as
 
 #: Code of errors in a journal that cannot be read.
@@ -86,7 +86,7 @@ class OpenedJob(Work):
 
 
 @dataclass(frozen=True, repr=False)
-class Job(Shown, OpenedJob):
+class Job(DisplayedRecord, OpenedJob):
     """A conversion, ready to run."""
 
     request: JobRequest  #: source, deployment and options

@@ -65,10 +65,10 @@ class Question:
         """Ranks that experts are divided among."""
         return Ranks.of(self.deployment.tp, self.deployment.ep)
 
-    def on(self, **deployment: Any) -> Question:
+    def with_deployment(self, **deployment: Any) -> Question:
         """Return the question with other values in its deployment."""
         return replace(self, deployment=replace(self.deployment, **deployment))
 
-    def opting(self, **options: Any) -> Question:
+    def with_options(self, **options: Any) -> Question:
         """Return the question with other options."""
         return replace(self, options=replace(self.options, **options))

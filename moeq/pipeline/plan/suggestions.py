@@ -55,7 +55,7 @@ def _kinds(checkpoint: Checkpoint, question: Question) -> Iterator[Iterator[Sugg
     yield _switches(question)
     if not question.options.skip_unfit:
         text = f"{option('skip_unfit', True)} (copies the layers that do not fit)"
-        yield iter([Suggestion(text, question.opting(skip_unfit=True))])
+        yield iter([Suggestion(text, question.with_options(skip_unfit=True))])
     if question.deployment.engine != OWN_ENGINE:
         text = f"{option('engine', OWN_ENGINE)} (moeq's own kernels)"
         yield iter([_with(question, text, engine=OWN_ENGINE)])
@@ -65,17 +65,19 @@ def _kinds(checkpoint: Checkpoint, question: Question) -> Iterator[Iterator[Sugg
 
 
 def _with(question: Question, text: str, **fields: Any) -> Suggestion:
-    return Suggestion(text, question.on(**fields))
+    return Suggestion(text, question.with_deployment(**fields))
 
 
 def _unforced(question: Question) -> Iterator[Suggestion]:
     if question.options.layout is not None:
         force = f" and {option('force_layout')}" if question.options.force_layout else ""
-        yield Suggestion(f"leaving out {option('layout')}{force}", question.opting(layout=None, force_layout=False))
+        yield Suggestion(
+            f"leaving out {option('layout')}{force}", question.with_options(layout=None, force_layout=False)
+        )
     if question.deployment.backend != "auto":
         yield _with(question, f"{option('backend', 'auto')} ({{backend}})", backend="auto")
         if question.options.layout is not None:
-            both = question.opting(layout=None, force_layout=False).on(backend="auto")
+            both = question.with_options(layout=None, force_layout=False).with_deployment(backend="auto")
             yield Suggestion(f"leaving out {option('layout')} with {option('backend', 'auto')}", both)
 
 
@@ -103,7 +105,7 @@ def _regrouped(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestio
     for size in (64, 32, 16):
         if size < group:
             text = f"{option('regroup', size)} (the same values, groups of {group} cut into groups of {size})"
-            yield Suggestion(text, question.opting(regroup=size))
+            yield Suggestion(text, question.with_options(regroup=size))
 
 
 def _switches(question: Question) -> Iterator[Suggestion]:
@@ -117,7 +119,7 @@ def _switches(question: Question) -> Iterator[Suggestion]:
     if deployment.batched:
         yield _with(question, option("batched", False), batched=False)
     if question.options.regroup is not None:
-        yield Suggestion(f"leaving out {option('regroup')}", question.opting(regroup=None))
+        yield Suggestion(f"leaving out {option('regroup')}", question.with_options(regroup=None))
 
 
 def _backends(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion]:
@@ -130,7 +132,7 @@ def _backends(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion
 
 def _plainest(question: Question) -> Iterator[Suggestion]:
     """Yield questions for one rank without any option, which are tried if no single change helps."""
-    plain = question.opting(layout=None, force_layout=False, regroup=None)
+    plain = question.with_options(layout=None, force_layout=False, regroup=None)
     given = {
         option("layout"): question.options.layout is not None,
         option("force_layout"): question.options.force_layout,

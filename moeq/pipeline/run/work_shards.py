@@ -73,8 +73,8 @@ def grouped(units: Sequence[Unit], *, remote: bool = False) -> list[list[Unit]]:
     Two machines may write disjoint ranges of one file, but network file systems write whole pages: where two ranges
     meet within a page, one machine can lose the other's bytes, which only `moeq finalize` would notice.
 
-    A file of copied tensors takes from many source files. Where these have to be fetched first, the file's units are
-    dealt one by one, or a shard would fetch most of the model to copy a small part of it.
+    A file of copied tensors gathers them from many source files. Where these have to be fetched first (`remote`), its
+    units are dealt one by one; otherwise a shard would fetch most of the model to copy a small part of it.
     """
     groups: dict[str, list[Unit]] = {}
     for unit in units:
@@ -216,7 +216,7 @@ def task_index(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
     """
     index, count = _number(launcher, launcher.index, environ), _number(launcher, launcher.count, environ)
     if launcher.spacing is not None:
-        index = _regular(launcher, launcher.spacing, environ, index, count)
+        index = _evenly_spaced(launcher, launcher.spacing, environ, index, count)
     if not 0 <= index < count:
         detail = f"{launcher.index}={index} is not one of 0 .. {count - 1} ({launcher.count}={count})"
         raise MoeqError("usage.shard-launcher", f"{launcher.title}: {detail}", launcher.remedy)
@@ -258,7 +258,7 @@ def _number(launcher: Launcher, variable: str, environ: Mapping[str, str]) -> in
     return int(text)
 
 
-def _regular(
+def _evenly_spaced(
     launcher: Launcher, names: tuple[str, str, str], environ: Mapping[str, str], number: int, count: int
 ) -> int:
     """Return the position of `number` in first, first + step, ..., last; refuse lists such as `--array=1,3,4`."""

@@ -23,12 +23,12 @@ def require_apart(sources: Iterable[Path], folders: Iterable[Path]) -> None:
 
     The output `folders` need not exist yet. Raises MoeqError `usage.destination-is-source`.
     """
-    read = [(source, _above(source)) for source in sources]
+    source_chains = [(source, _above(source)) for source in sources]
     for folder in folders:
         chain = _above(folder)
-        for source, other in read:
-            inside = other[0] is not None and other[0] in chain
-            holds = chain[0] is not None and chain[0] in other
+        for source, source_chain in source_chains:
+            inside = source_chain[0] is not None and source_chain[0] in chain
+            holds = chain[0] is not None and chain[0] in source_chain
             if inside or holds:
                 what = "is, or holds, the source itself" if holds else "is in the source"
                 raise MoeqError("usage.destination-is-source", f"{folder} {what} ({source})", "name another folder")

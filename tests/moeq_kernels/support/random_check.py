@@ -36,7 +36,7 @@ from moeq_kernels.formats import FORMATS
 from moeq_kernels.gpu import Gpu
 from moeq_kernels.hopper.support import FLOATS, FP8
 from moeq_kernels.hopper.w4a8 import w4a8_launches as w4a8
-from moeq_kernels.hopper.w4a16.product_launches import alike
+from moeq_kernels.hopper.w4a16.product_launches import share_constants
 from moeq_kernels.hopper.w4a16.w4a16_plan import Queue
 from moeq_kernels.hopper.w8a8 import w8a8_launches as w8a8
 from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Narrow, Int8Plan
@@ -176,7 +176,7 @@ def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, n
     if drawn.family == "mma-w4a16":
         return None
     if drawn.family == "hopper-w4a16":
-        both = alike(packed.w13, packed.w2)
+        both = share_constants(packed.w13, packed.w2)
         found = list(plans(drawn.recipe, 1))
         return generator.choice([one for one in found if both or one is None or not isinstance(one.kernel, Queue)])
     kernel = generator.choice(byte_kernels(drawn.recipe))

@@ -9,7 +9,9 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def single_order(column):
-    """Return the place of a column in Marlin's 32-column order (channel-wise scales, biases): its bits as 2 1 4 3 0.
+    """Return the place of a column in Marlin's 32-column order (channel-wise scales, biases).
+
+    The place has the column's bits 2, 1, 4, 3, 0, most significant first.
 
     Bit operations are used because divisions of signed numbers become hundreds of instructions.
     """
@@ -18,7 +20,10 @@ def single_order(column):
 
 @gluon.jit
 def affine(value, feature, scale, bias, bias_here, expert, packed, inside, UNIT: gl.constexpr = 1.0):
-    """Apply channel scale and bias, `[experts, packed]` or None, to packed columns `[1, n]`; UNIT is a scale's unit."""
+    """Apply channel scale and bias, `[experts, packed]` or None, to packed columns `[1, n]`.
+
+    The value of a stored scale is the scale times UNIT.
+    """
     place = expert.to(gl.int64) * packed + single_order(feature)
     if scale is not None:
         factor = gl.load(scale + place, mask=inside, other=0.0).to(gl.float32)

@@ -174,7 +174,7 @@ def weight_arguments(matrix: PackedMatrix) -> tuple[dict[str, Argument], dict[st
     return arguments, {"GROUP": group_of(matrix), "ZEROS": matrix.zero is not None, "KIND": kind_of(matrix)}
 
 
-def alike(one: PackedMatrix, other: PackedMatrix) -> bool:
+def share_constants(one: PackedMatrix, other: PackedMatrix) -> bool:
     """Return whether the same constants read both matrices, as one kernel for both products needs."""
     return group_of(one) == group_of(other) and _format(one) == _format(other)
 
@@ -183,7 +183,7 @@ def _format(matrix: PackedMatrix) -> tuple[str, bool, Any]:
     return kind_of(matrix), matrix.zero is None, None if matrix.scale is None else matrix.scale.dtype
 
 
-def one_group(first: PackedMatrix, second: PackedMatrix) -> bool:
+def only_second_is_channelwise(first: PackedMatrix, second: PackedMatrix) -> bool:
     """Return whether the matrices differ only in that `second` has one scale per output feature."""
     return not group_of(second) and _format(first) == _format(second)
 

@@ -14,14 +14,14 @@ from moeq_kernels.hopper import cost
 from moeq_kernels.hopper.cost import Tiling, Work
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.product_launches import (
-    alike,
     boxes,
     channel_scale,
     group_of,
     kind_of,
-    one_group,
+    only_second_is_channelwise,
     product_launch,
     queue_launch,
+    share_constants,
     weight_arguments,
 )
 from moeq_kernels.hopper.w4a16.w4a16_plan import (
@@ -40,7 +40,16 @@ from moeq_kernels.launch import Launch
 from moeq_kernels.mma import mma_launches as mma
 from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.problem import Piece, Problem
-from moeq_kernels.sorting import MAX_FEW_PAIRS, Sorted, kept_dtype, most_tiles, room, sort_few, sort_pairs, sum_parts
+from moeq_kernels.sorting import (
+    MAX_FEW_PAIRS,
+    Sorted,
+    allocate_sorted,
+    kept_dtype,
+    most_tiles,
+    sort_few,
+    sort_pairs,
+    sum_parts,
+)
 from moeq_kernels.tuning import next_power_of_two
 
 #: Largest number of pairs whose expert outputs stay float32 until they are summed.
@@ -56,11 +65,11 @@ HEIGHT_GRAIN = 32
 def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Plan | MmaPlan, Tiling, tuple[int, int]]]]:
     """Return the work of a call, and its candidates with the way in which each cuts the products."""
     first, second = problem.w13, problem.w2
-    kind, group, both = kind_of(first), group_of(first), alike(first, second)
+    kind, group, both = kind_of(first), group_of(first), share_constants(first, second)
     sizes = tokens * problem.top_k, problem.experts, first.k, problem.intermediate
     work = Work(*sizes, kind, problem.top_k, group, problem.gpu, both, problem.epilogue.gated)
     plans: Iterable[Plan | MmaPlan]
-    if both or one_group(first, second):
+    if both or only_second_is_channelwise(first, second):
         plans = candidates(work, not any(mma.reasons(problem)))
     else:  # the formats differ: the wide kernel with the fewest tokens reads both
         of_first = kernel_for(WIDE32, kind, group, problem.gpu)
@@ -140,7 +149,9 @@ def sorting(
     if isinstance(kernel, Wide):
         grain = HEIGHT_GRAIN // 2 if kernel.fine else HEIGHT_GRAIN
     pairs, hidden = piece.ids.numel(), problem.hidden
-    rows = room(problem, arena, pairs, tile, counters(problem, plan, most_tiles(pairs, tile, problem.experts)))
+    rows = allocate_sorted(
+        problem, arena, pairs, tile, counters(problem, plan, most_tiles(pairs, tile, problem.experts))
+    )
     # The queue kernel reads its first weights while `gather_rows` copies tokens.
     sorts_few = pairs <= MAX_FEW_PAIRS and not isinstance(kernel, Queue) and pairs <= MAX_COPIED_ROWS * problem.experts
     if sorted_x is None or sorts_few:

@@ -31,13 +31,13 @@ from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import (
     MAX_FEW_PAIRS,
     Sorted,
+    allocate_sorted,
     bins_of,
-    few_size,
-    few_warps,
+    few_pairs_capacity,
+    few_pairs_warps,
     kept_dtype,
     listers,
     most_tiles,
-    room,
     sort_many,
     sort_pairs,
     sum_parts,
@@ -171,7 +171,7 @@ def _quantised(
     pairs = tokens * top_k
     direct = tokens == 1 and isinstance(plan.kernel, Int8Narrow)
     rows = _rows(arena, problem.w13, pairs, hidden)
-    pairs_sorted = room(problem, arena, pairs, 1 if direct else tile, COUNTERS + count if grain else 0)
+    pairs_sorted = allocate_sorted(problem, arena, pairs, 1 if direct else tile, COUNTERS + count if grain else 0)
     expert_of_row = arena.take(torch.int32, pairs)
     columns = columns_of(rows, hidden)
     arguments: dict[str, Argument] = {
@@ -212,10 +212,10 @@ def _quantised(
         "TILE": tile,
         "listers": listers(problem),
     }
-    size = few_size(pairs)
+    size = few_pairs_capacity(pairs)
     constants |= {"PAIRS": size, "BINS": bins_of(count), "DIRECT": direct, "MAPPED": problem.mapped}
     constants |= {"PER": per, "CHOICES": next_power_of_two(per)}
-    warps = max(warps, 1 if direct else few_warps(size))
+    warps = max(warps, 1 if direct else few_pairs_warps(size))
     programs = (pairs // per if direct else listers(problem) + pairs // per,)
     name = "hopper.w8a8.device.rows:route_quantised"
     return [problem.launch(name, programs, arguments, constants, num_warps=warps)], found

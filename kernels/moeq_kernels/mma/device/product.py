@@ -1,8 +1,8 @@
 """Grouped product with `mma.sync`: Y^T = W^T X^T, with packed words decoded into the left operand in registers.
 
-A program takes 256 columns of the weights (four warps, map A of `hopper.w4a16.device.layouts`, whose fragments of 16
-rows are those of `mma.sync` too) and a tile of tokens. Words, scales and tokens are copied to shared memory by cp.async
-some steps of k ahead; tokens are gathered by their pairs.
+A program takes a tile of tokens and 256 columns of the weights: four warps, which hold them in map A of
+`hopper.w4a16.device.layouts`, because fragments of 16 rows are the same for `mma.sync`. Words, scales and tokens are
+copied to shared memory by cp.async some steps of k ahead; tokens are gathered by their pairs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def scale_copies():
 
 @constexpr_function
 def token_copies(rows):
-    """Return the layout of copies of `rows` k of tokens `[tokens, rows]`, 8 numbers per thread."""
+    """Return the layout of copies of tokens `[tokens, rows]`, `rows` of k at a time, 8 numbers per thread."""
     return gl.BlockedLayout([1, 8], [256 // rows, rows // 8], [4, 1], [1, 0])
 
 
@@ -63,7 +63,7 @@ def _copy(
     step, stage, some, w, group_scale, x, token, inside, w_buf, s_buf, x_buf, w_row, s_row, tile, pair_tiles, slabs,
     groups, width, eights_x, packed, features, GROUP: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
 ):
-    """Start to copy a step if `some`; the expert's slabs and groups begin at w_row and s_row."""
+    """Start to copy a step where `some` is true; the expert's slabs and groups begin at w_row and s_row."""
     BYTES: gl.constexpr = layouts.tile_bytes(KIND)
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     layout: gl.constexpr = word_copies(KIND)
@@ -93,7 +93,7 @@ def _copy(
     for sub in gl.static_range(STEP // ROWS):
         k = step * STEP + sub * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, token_copies(ROWS)))
         k = gl.expand_dims(k, 0)
-        # The number of features is a multiple of eight; this form tells the compiler that eight are copied or none.
+        # The number of features is a multiple of eight; `k // 8 * 8` tells the compiler that eight are copied or none.
         place = x + token * (eights_x * 8) + k
         rows_load(x_buf.index(stage * (STEP // ROWS) + sub), place, mask=inside & (k // 8 * 8 < features) & some)
     async_copy.commit_group()

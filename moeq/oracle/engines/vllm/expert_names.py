@@ -13,16 +13,13 @@ from moeq.oracle.engines.vllm.facts import read_facts
 #: Placeholder for an expert's number.
 EXPERT = "*"
 
-
 #: Suffixes of stacked tensors with which `tools/extract.py names` tried the classes: `gate_up_proj_packed`.
 SUFFIXES = ("", ".weight", "_packed", "_scale", "_scale_inv", ".weight_packed", ".weight_scale", ".qweight")
 #: Suffixes of tensors that all experts share.
 WHOLE_SUFFIXES = ("_shape", ".weight_shape")
 #: Suffixes of gpt-oss, which its class loads by separate code.
 OWN_SUFFIXES = ("_blocks", "_scales")
-
-
-_ASKED = (*SUFFIXES, *WHOLE_SUFFIXES, *OWN_SUFFIXES)
+_TRIED_SUFFIXES = (*SUFFIXES, *WHOLE_SUFFIXES, *OWN_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class ClassNames:
         """Return why the class does not load experts with these names; None if it loads them or that is unknown."""
         for name in names:
             known = (self.modules if name.single else self.tensors).get(name.path)
-            if known is None and (name.single or self._was_asked(name.path)):
+            if known is None and (name.single or self._was_tried(name.path)):
                 return f"{self.architecture} does not load {name.path}, but {self._loads}"
             accepted = {"either": ("halves", "transposed")}.get(str(known), (known,))
             if known not in (None, "any", "as-is") and name.order is not None and name.order not in accepted:
@@ -71,16 +68,16 @@ class ClassNames:
             return None
         return f"{self.architecture} looks for layers in {' or '.join(self.stacks)}, and these are in {stack}"
 
-    def _was_asked(self, path: str) -> bool:
+    def _was_tried(self, path: str) -> bool:
         """Tell whether the extractor tried such a tensor with the class: its name has a known suffix."""
         leaf = path.rpartition("experts")[2] or path
-        suffix = max((end for end in _ASKED if end and leaf.endswith(end)), key=len, default="")
+        suffix = max((end for end in _TRIED_SUFFIXES if end and leaf.endswith(end)), key=len, default="")
         return leaf.removesuffix(suffix).endswith(("proj", "linear", "w1", "w2", "w3", "w13", "v1", "fc1", "fc2"))
 
     @property
     def _loads(self) -> str:
         """Short list of the names that the class loads."""
-        plain = [name for name in self.tensors if not name.endswith(tuple(filter(None, _ASKED)))]
+        plain = [name for name in self.tensors if not name.endswith(tuple(filter(None, _TRIED_SUFFIXES)))]
         return " or ".join((*_short(self.modules), *_short(plain or self.tensors)))
 
 

@@ -248,7 +248,7 @@ def _activations(classes: Mapping[str, ExpertsClass]) -> tuple[str, ...]:
 
 
 @cache
-def knowledge(engine: str) -> dict[str, Any]:
+def backend_facts(engine: str) -> dict[str, Any]:
     """Load the engine's `backends.toml`: facts about classes and backends, converters that raise, and advisories."""
     return tomllib.loads(files("moeq.oracle").joinpath("engines", engine, "backends.toml").read_text(encoding="utf-8"))
 
@@ -261,7 +261,7 @@ def load_policy(engine: str) -> EnginePolicy:
         raise MoeqError("usage.unknown-engine", f"no engine policy is called '{engine}'", f"known: {known}")
     name, _, version = engine.partition("@")
     folder = files("moeq.oracle").joinpath("engines", name)
-    return build_policy(unpacked(_stored(folder.joinpath("tables"), version)), knowledge(name))
+    return build_policy(unpacked(_stored(folder.joinpath("tables"), version)), backend_facts(name))
 
 
 def _stored(folder: Traversable, version: str) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from moeq.spelling import option, together
 _ORDER = {rule.code: index for index, rule in enumerate(RULES)}
 #: Codes of the reasons why the automatic order passes over a backend, which its name may still select.
 ORDER_CODES = ("F10_ACTIVATION_KEY", "F11_NOT_LISTED", "F12_LIMIT")
-_NOTHING = Search((), ("NotImplementedError", "NO_BACKEND"))
+#: Search on a device for which the family has no table, and the result for a name that the engine does not know.
+_NO_SEARCH = Search((), ("NotImplementedError", "NO_BACKEND"))
 _UNKNOWN = Search((), ("ValueError", "OVERRIDE_UNKNOWN"))
 
 
@@ -80,9 +81,9 @@ def search_of(case: Case, family: Family, asked: str) -> Search:
         asked = "auto"
     tables = family.searches.get(case.device)
     if tables is None:
-        return _NOTHING
+        return _NO_SEARCH
     table = tables.get(asked)
-    if table is None:  # the version does not know this name: take the table of another unknown name, else of `auto`
+    if table is None:  # this version lacks the name: take the result of another unknown name, or of `auto`
         table = next((table for table in tables.values() if table.usual == _UNKNOWN), tables["auto"])
     words = (_word(case, table, factor) for factor in table.factors)
     return parse_search(table.search(tuple(word for word in words if word)))
@@ -187,7 +188,7 @@ def _by_backend(attempts: Iterable[Attempt]) -> dict[str, list[Attempt]]:
 def candidate_reports(case: Case, family: Family) -> tuple[CandidateReport, ...]:
     """Judge every backend of the family, in the automatic order; backends outside this order come last."""
     search = search_of(case, family, "auto")
-    tried = _by_backend((*search.attempts, *([_as_made(case, search.unchecked)] if search.unchecked else [])))
+    tried = _by_backend((*search.attempts, *([_with_class_key(case, search.unchecked)] if search.unchecked else [])))
     reports = [candidate_report(case, family.backends[name], attempts) for name, attempts in tried.items()]
     table, flags = family.searches.get(case.device, {}).get("auto"), family.flags(case.device)
     usual = {attempt.backend for attempt in table.usual.attempts} if table else set()
@@ -248,7 +249,9 @@ def select(case: Case) -> Selection:
         error = EngineError("KeyError", "OTHER", text, "vLLM 0.27 and newer", "P04_SCHEME")
         return Selection(None, error, candidates, notes)
     if chosen is None and search.unchecked is not None:
-        chosen = candidate_report(case, family.backends[search.unchecked.backend], [_as_made(case, search.unchecked)])
+        chosen = candidate_report(
+            case, family.backends[search.unchecked.backend], [_with_class_key(case, search.unchecked)]
+        )
         notes += ("this backend is taken without asking its class",)
     if chosen is not None:
         reported = (
@@ -258,7 +261,7 @@ def select(case: Case) -> Selection:
         if case.method.first_class:
             first = Attempt(chosen.backend, family.backends[chosen.backend].classes[0], chosen.activation_key or "none")
             chosen = candidate_report(case, family.backends[chosen.backend], [first])
-        return Selection(chosen, None, _with(candidates, chosen), notes, reported)
+        return Selection(chosen, None, _with_selected(candidates, chosen), notes, reported)
     error = _error(case, family, search, asked if not ignored else "auto", reports, candidates)
     return Selection(None, error, candidates, notes)
 
@@ -278,8 +281,8 @@ def _unprintable(case: Case, search: Search, chosen: CandidateReport | None) -> 
     return False
 
 
-def _as_made(case: Case, attempt: Attempt) -> Attempt:
-    """Return a candidate that the engine takes without asking its class, with the class's own activation key."""
+def _with_class_key(case: Case, attempt: Attempt) -> Attempt:
+    """Return an attempt whose class is not asked, with an activation key that the class has."""
     row, weight = case.policy.classes[attempt.experts], case.method.weight_key
     pairs = [
         pair for variant in row.variants.get(case.device, ()) for pair in sorted(variant.pairs) if pair[0] == weight
@@ -290,8 +293,8 @@ def _as_made(case: Case, attempt: Attempt) -> Attempt:
     return replace(attempt, activation=pairs[0][1])
 
 
-def _with(candidates: tuple[CandidateReport, ...], chosen: CandidateReport) -> tuple[CandidateReport, ...]:
-    """Put the selected report in place of the same backend's: a request may run another class than the order does."""
+def _with_selected(candidates: tuple[CandidateReport, ...], chosen: CandidateReport) -> tuple[CandidateReport, ...]:
+    """Replace the backend's report by the selected one: a request may run another class than the automatic order."""
     return tuple(chosen if row.backend == chosen.backend and not row.supported else row for row in candidates)
 
 
@@ -307,7 +310,7 @@ def _fixed(case: Case, family: Family, candidates: tuple[CandidateReport, ...]) 
     assert case.method.fixed is not None
     backend, experts = case.method.fixed
     chosen = candidate_report(case, family.backends[backend], [Attempt(backend, experts)])
-    return Selection(chosen, None, _with(candidates, chosen), ("this method has one backend, taken unasked",))
+    return Selection(chosen, None, _with_selected(candidates, chosen), ("this method has one backend, taken unasked",))
 
 
 def _built_in(case: Case, candidates: tuple[CandidateReport, ...]) -> Selection:

@@ -79,7 +79,7 @@ def _unpack_family(stored: Mapping[str, Any], devices: Callable[[str], list[str]
     }
 
 
-def longest(key: tuple[str, ...], rows: Mapping[tuple[str, ...], Any]) -> tuple[str, ...]:
+def longest_prefix(key: tuple[str, ...], rows: Mapping[tuple[str, ...], Any]) -> tuple[str, ...]:
     """Return the longest prefix of a key that has a row."""
     while key and key not in rows:
         key = key[:-1]
@@ -242,4 +242,4 @@ class SearchTable:
 
     def search(self, words: tuple[str, ...]) -> str:
         """Look up the search of a case by its words, in the order of the factors."""
-        return self._by_words[longest(words, self._by_words)]
+        return self._by_words[longest_prefix(words, self._by_words)]

@@ -36,6 +36,6 @@ def find_fast_path(
     spec = shards[0].padding.w2 if role == "w2" else shards[0].padding.w13
     if not use_compiled(spec.n * spec.k):
         return None
-    from moeq.pipeline.pack.fast.find import bind
+    from moeq.pipeline.pack.fast.find import build_fast_path
 
-    return bind(experts, role, layout, shards, written)
+    return build_fast_path(experts, role, layout, shards, written)

@@ -23,11 +23,11 @@ from moeq.layouts.loops.columns import (
     add_negative_zeros,
     all_in,
     are_negative_zeros,
+    copy_without,
     lacks_negative_zeros,
     look_up,
     look_up_rows,
     negative_zeros,
-    without,
 )
 from moeq.layouts.marlin.fp8 import MarlinFp8
 from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
@@ -148,7 +148,7 @@ class Fnuz(Codec):
     """Stores words of E4M3 codes as E4M3FNUZ, which has no negative zeros (`ZeroSigns` keeps their signs)."""
 
     def widen(self, logical: Array, out: Array) -> None:
-        without(NEGATIVE_ZERO, logical.view(np.uint8), out.view(np.uint8))
+        copy_without(NEGATIVE_ZERO, logical.view(np.uint8), out.view(np.uint8))
 
     def stores(self, logical: Array, stored: Array) -> bool:
         return lacks_negative_zeros(logical, stored)

@@ -24,7 +24,7 @@ from moeq.pipeline.plan.units import signature_of
 from moeq.schemes.format import Described, PartSig
 
 
-def bind(
+def build_fast_path(
     experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan], written: MatrixSpec
 ) -> FastPath | None:
     """Return the fast path of a role, or None if it has none; `find_fast_path` checks for compiled loops first."""
@@ -41,12 +41,11 @@ def bind(
     spec, splits = kind.spec(role), kind.spec(role).group_size // written.group_size
     if replace(spec, group_size=written.group_size) != written:
         return None
-    # A stored projection that holds one logical projection, and is packed as a whole, has contiguous rows or is the
-    # transpose of a contiguous matrix.
+    # Views are contiguous or transposed only if nothing is cut out: no shard, and no half of a stacked gate_up.
     whole = len(shards) == 1 and shards[0].shard.intermediate.size == kind.spec("w2").k
     dense = whole and all(len(reader.holds) == 1 for reader in readers)
-    several = [reader.stored.scale_rows if len(reader.holds) == 1 else 1 for reader in readers]
-    repeats = several[0] if len(set(several)) == 1 else 1
+    scale_rows = {reader.stored.scale_rows if len(reader.holds) == 1 else 1 for reader in readers}
+    repeats = scale_rows.pop() if len(scale_rows) == 1 else 1
     ranks = [_shard_path(layout, written, plan, dense=dense, repeats=repeats) for plan in shards]
     found = [rank for rank in ranks if rank is not None]
     if len(found) < len(ranks) or len({plan.shard.experts for plan in shards}) != 1:

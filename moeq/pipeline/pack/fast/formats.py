@@ -27,7 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moeq.layouts.loops.compare import any_all_ones, is_zero, same
+from moeq.layouts.loops.compare import any_all_ones, equal_rows, is_zero
 from moeq.layouts.loops.native import Loops
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.scales import WIDTH, GlobalScale, StoredScales
@@ -215,7 +215,7 @@ class StoredProjection:
 
     def _sides_are_plain(self, stored: Stored) -> bool:
         """Return whether stored shape and group index agree with the spec; an index of zeros is a placeholder."""
-        if "shape" in self.names and not same(self._plain_shape, stored[self.names["shape"]].reshape(1, -1)):
+        if "shape" in self.names and not equal_rows(self._plain_shape, stored[self.names["shape"]].reshape(1, -1)):
             return False
         if "index" not in self.names:
             return True
@@ -223,7 +223,7 @@ class StoredProjection:
         if self.spec.act_order:
             return self._is_order(index)
         rows = index.view(np.uint32)[None]
-        return same(self._plain_group_index.view(np.uint32)[None], rows) or is_zero(rows)
+        return equal_rows(self._plain_group_index.view(np.uint32)[None], rows) or is_zero(rows)
 
     def _is_order(self, index: Array) -> bool:
         """Return whether every group has its full count of columns, as `moeq.schemes.gptq.impossible_groups` asks."""
@@ -257,7 +257,7 @@ class StoredProjection:
         """Unpack zero points from words along N; return no field if they are the constant of a symmetric matrix."""
         spec, words, minus = self.spec, self._zero_words(stored), self._minus
         if spec.symmetric:
-            return {} if same(self._symmetric_words, words if self.view.transposed else words.T) else None
+            return {} if equal_rows(self._symmetric_words, words if self.view.transposed else words.T) else None
         # AutoGPTQ turned a zero point of 0 into ones from its field upwards.
         if minus and any_all_ones(words, (1 << 32) - (1 << (32 - 3 * spec.bits))):
             return None

@@ -16,7 +16,7 @@ import numpy as np
 
 from moeq.layouts.layout import Layout
 from moeq.layouts.loops import transpose
-from moeq.layouts.loops.compare import is_zero, same
+from moeq.layouts.loops.compare import equal_rows, is_zero
 from moeq.layouts.parts import Part, as_stored, is_common, logical_dtype
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.codecs import Codec, Shifted, WidenedBf16, WidenedF16, ZeroSigns, codecs_of
@@ -188,7 +188,7 @@ class FastPart:
     def holds(self, found: Array, block: RowBlock, views: Views, region: Region, scratch: Array) -> bool:
         """Return whether unpacked elements of a block equal the field, filling included. `region` is free scratch."""
         if self.is_whole and all(view is not None for view in views):
-            return all(same(present(views[r.projection]), found[r.elements], r.source.start) for r in block.rows)
+            return all(equal_rows(present(views[r.projection]), found[r.elements], r.source.start) for r in block.rows)
         full = not block.filling and found.shape[1] == self.filled[1]
         if self.widen is not None and full and all(views[r.projection] is not None for r in block.rows):
             stores = [self.widen.stores(present(views[r.projection])[r.source], found[r.elements]) for r in block.rows]
@@ -197,9 +197,11 @@ class FastPart:
         if self.widen is not None or any(views[r.projection] is None for r in block.rows):
             expected = region.array(scratch, found.shape, self.dtype)
             self.place(views, block, expected)
-            return same(expected, found)
+            return equal_rows(expected, found)
         columns = self.filled[1]
-        held = all(same(present(views[r.projection]), found[r.elements, :columns], r.source.start) for r in block.rows)
+        held = all(
+            equal_rows(present(views[r.projection]), found[r.elements, :columns], r.source.start) for r in block.rows
+        )
         return held and is_zero(found[:, columns:]) and all(is_zero(found[rows]) for rows in block.filling)
 
     def fill(self, packed: Array, views: Views, region: Region, spare: Region, scratch: Array) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 
-class Shown:
+class DisplayedRecord:
     """Mixin for records of the public interface; dataclasses take it with `repr=False`.
 
     What is shown is in `moeq.report.notebook`, which is above all records and therefore imported by name.
