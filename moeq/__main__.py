@@ -1,4 +1,4 @@
-"""The `moeq` command, also as `python -m moeq`, where the script is not on the path."""
+"""The `moeq` command; `python -m moeq` runs it where the script is not on the path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 def main() -> None:
     """Run the `moeq` command."""
-    # Until the command can say it in one line, Ctrl-C ends the process without a traceback.
+    # While the command is imported, Ctrl-C ends the process without a traceback; later the command has its own handler.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from moeq.cli.app import main

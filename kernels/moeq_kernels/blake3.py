@@ -11,7 +11,7 @@ from moeq_kernels import interpreter
 from moeq_kernels.areas import Area
 from moeq_kernels.errors import KernelArgumentError
 from moeq_kernels.launch import Launch
-from moeq_kernels.queued import Queued
+from moeq_kernels.queued import QueuedLaunches
 
 #: Bytes of a chunk, the leaf of a tree.
 CHUNK = 1024
@@ -38,7 +38,7 @@ def digests(messages: Tensor, length: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def planned(count: int, stride: int, length: int) -> tuple[Queued, int]:
+def planned(count: int, stride: int, length: int) -> tuple[QueuedLaunches, int]:
     """Plan the launches for messages `stride` bytes apart, and return them with the words of all nodes."""
     width = max(1, -(-length // CHUNK))
     words = Area.of("messages", torch.int32, count * stride // 4)
@@ -53,7 +53,7 @@ def planned(count: int, stride: int, length: int) -> tuple[Queued, int]:
             _launch("join_nodes", parents, {"nodes": level, "parents": above, "count": parents, "width": width})
         )
         level, nodes, width = above, nodes + 8 * parents, -(-width // 2)
-    return Queued(launches, ("messages", "nodes")), nodes
+    return QueuedLaunches(launches, ("messages", "nodes")), nodes
 
 
 def _level(first: int, count: int) -> Area:

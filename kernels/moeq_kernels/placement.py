@@ -21,7 +21,7 @@ from moeq_kernels.errors import KernelArgumentError
 from moeq_kernels.index_maps import Packing, Placement, Reading
 from moeq_kernels.launch import Launch
 from moeq_kernels.placement_tiles import tiling_of
-from moeq_kernels.queued import Queued
+from moeq_kernels.queued import QueuedLaunches
 
 #: Words that a program writes, one by one.
 BLOCK = 512
@@ -30,7 +30,7 @@ BLOCK = 512
 READ_TILE = (16, 128)
 
 #: Upper bound of the planned launches that are kept: one for each part, shape and source.
-KEPT = 256
+MAX_KEPT_PLANS = 256
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -93,7 +93,7 @@ def read(
     planned_reading(reading, first_row, pairs, into, *shapes).run(source, target)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=MAX_KEPT_PLANS)
 def planned_reading(
     reading: Reading,
     first_row: int,
@@ -103,7 +103,7 @@ def planned_reading(
     target_size: int,
     stored: torch.dtype,
     sizes: tuple[int, ...],
-) -> Queued:
+) -> QueuedLaunches:
     """Plan a read. Raises KernelArgumentError as `read`."""
     size = -(-reading.bits * reading.fields // 8)
     if size not in _WORDS:
@@ -136,15 +136,15 @@ def planned_reading(
         "COLUMNS": columns,
     }
     grid = (-(-into.columns // columns), -(-into.rows // rows), sizes[0])
-    return Queued([Launch("device.placement:read_words", grid, arguments, constants)], ("source", "target"))
+    return QueuedLaunches([Launch("device.placement:read_words", grid, arguments, constants)], ("source", "target"))
 
 
-@lru_cache(maxsize=KEPT)
-def planned_together(forms: tuple[tuple[Any, ...], ...]) -> tuple[Queued, tuple[torch.dtype, ...]]:
+@lru_cache(maxsize=MAX_KEPT_PLANS)
+def planned_together(forms: tuple[tuple[Any, ...], ...]) -> tuple[QueuedLaunches, tuple[torch.dtype, ...]]:
     """Plan writes, each given by the arguments of `planned`, and return the dtypes as which they read their sources."""
     launches = [planned(number, *form) for number, form in enumerate(forms)]
     roots = [f"{name}{number}" for number in range(len(forms)) for name in ("source", "target")]
-    return Queued(launches, roots), tuple(one.arguments["source"].dtype for one in launches)  # type: ignore[union-attr]
+    return QueuedLaunches(launches, roots), tuple(one.arguments["source"].dtype for one in launches)  # type: ignore[union-attr]
 
 
 def planned(

@@ -41,7 +41,7 @@ from moeq_kernels.validate import (
 from moeq_kernels.warming import warmup
 
 #: Upper bound of the token counts whose launches are kept per problem; the oldest is evicted first.
-KEPT = 4096
+MAX_KEPT_COUNTS = 4096
 
 
 class Program:
@@ -65,7 +65,7 @@ class Program:
         planned = schedule(self.family, self.problem, tokens, self.plan)
         with self.lock, torch.cuda.device(self.device):
             found = self.bounds[tokens] = Bound(planned, self.roots, self.maps, self.problem.gpu, self.device)
-            while len(self.bounds) > KEPT:
+            while len(self.bounds) > MAX_KEPT_COUNTS:
                 self.bounds.popitem(last=False)
         return found
 

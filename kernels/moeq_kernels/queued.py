@@ -1,4 +1,4 @@
-"""Launches on tensors of sizes that were planned, in the order of the current stream and without waiting for it."""
+"""Queue planned launches on the current stream, for tensors whose sizes the plan knows, and do not wait for them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ if TYPE_CHECKING:
     from moeq_kernels.cuda import Bound
 
 
-class Queued:
+class QueuedLaunches:
     """Planned launches, bound to each device that runs them.
 
     Args:
         launches: launches in order.
         roots: names of the tensors that `run` gets, in their order.
-
-    Attributes:
-        launches: the launches.
     """
 
     def __init__(self, launches: Sequence[Launch], roots: Sequence[str]) -> None:

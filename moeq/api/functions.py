@@ -181,7 +181,7 @@ def convert(
             them all.
         reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
         push: repository of the Hub to upload the result to.
-        public: make a repository that is created public.
+        public: if the repository has to be created, make it public.
         base_model: the source's repository, for the model card.
         sign: minisign secret key to sign the manifest with; with `shard`, give it to `finalize` instead.
         progress: True for a bar, or a function that takes events (`moeq.pipeline.events`).
@@ -356,7 +356,7 @@ def push(
     Args:
         dst: output of `convert`.
         repo: repository, `org/name`; created where it does not exist.
-        public: make a repository that is created public.
+        public: if the repository has to be created, make it public.
         base_model: the source's repository, for the card.
         sign: minisign secret key to sign the uploaded manifest with.
         progress: True for a bar, or a function that takes bytes done, all bytes, and a label.

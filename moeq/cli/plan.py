@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moeq.pipeline.plan_document import Needs
 
 
-#: Bytes per second of the disk in an estimate: a network disk of a cloud; a local one is faster.
+#: Bytes per second that estimates assume for the disk: a network disk of a cloud. Local disks are faster.
 DISK_RATE = 300 * 2**20
 
 

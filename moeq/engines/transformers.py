@@ -307,7 +307,7 @@ class DequantizeLinear(ConversionOps):  # type: ignore[misc]
     """Conversion of the tensors of one quantised linear layer to a plain weight."""
 
     def __init__(self, hf_quantizer: MoeqQuantizer, linear: QuantizedModule) -> None:
-        self.hf_quantizer = hf_quantizer  # transformers leaves the dtypes alone where an operation has one
+        self.hf_quantizer = hf_quantizer  # operations with this attribute keep their own dtypes
         self.linear = linear
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DequantizeLinear:

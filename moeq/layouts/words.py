@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Elements from which the compiled loops are used.
 COMPILED_FROM = 1 << 18
 
-#: Elements from which cached loops are used: calling them takes no longer than importing torch.
+#: Elements from which cached loops are used: any number, as loading them takes no longer than importing torch.
 CACHED_FROM = 0
 
 

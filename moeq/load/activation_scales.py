@@ -103,9 +103,8 @@ def _numbers(source: Source, entry: TensorEntry, experts: int = 1) -> Tensor:
 
     count = prod(entry.shape)
     if count not in (1, experts) or count != max((1, *entry.shape)) or entry.dtype not in ("F32", "BF16", "F16"):
-        what = f"{experts} numbers" if experts > 1 else "number"
-        raise MoeqError(
-            "source.bad-manifest", f"{ascii(entry.name)[:200]} is {entry.dtype} {list(entry.shape)}, no {what}"
-        )
+        what = f"{experts} numbers" if experts > 1 else "one number"
+        text = f"{ascii(entry.name)[:200]} is {entry.dtype} {list(entry.shape)}, not {what}"
+        raise MoeqError("source.bad-manifest", text)
     raw = source.read_bytes(entry.file, entry.start, entry.end)
     return torch.frombuffer(raw, dtype=torch_dtype(entry.dtype)).float().expand(experts).clone()

@@ -55,7 +55,7 @@ def refill_experts(
 
     failed = Event()
 
-    def carry(start: int) -> range:
+    def refill(start: int) -> range:
         if failed.is_set():
             return range(0)
         stop, buffers = min(start + step, count), free.get()
@@ -79,7 +79,7 @@ def refill_experts(
         return range(part.experts[0] + start, part.experts[0] + stop)
 
     with ThreadPoolExecutor(readers) as pool:
-        yield from _results([pool.submit(carry, start) for start in range(0, count, step)])
+        yield from _results([pool.submit(refill, start) for start in range(0, count, step)])
 
 
 def _results(futures: list[Future[range]]) -> Iterator[range]:

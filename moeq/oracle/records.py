@@ -205,7 +205,7 @@ class Verdict(DisplayedRecord):
     notes: tuple[str, ...] = ()  #: further facts, such as inferred sizes and fallbacks
     reported_backend: str | None = None  #: name in the engine's log, if it differs from the backend that runs
     no_convert: str | None = None  #: reason why `convert` is None although a backend was selected
-    #: Nearest single change with which the engine runs, tried as a whole; None if it runs already.
+    #: Nearest single change with which the engine runs: a verdict confirmed it. None if it runs already.
     works: str | None = None
 
     @property

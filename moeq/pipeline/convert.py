@@ -31,7 +31,7 @@ from moeq.pipeline.run.execution import one_batch, run_units
 from moeq.pipeline.run.resources import Memory, plan_memory
 from moeq.pipeline.run.streaming import require_streamable, streamed
 from moeq.pipeline.run.work_shards import ShardRun, WorkShard, is_remote, parse_shard
-from moeq.pipeline.run.workers import headers_frozen
+from moeq.pipeline.run.workers import frozen_heap
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.publish import finish, sign_folder
 from moeq.pipeline.state.signature import Signer
@@ -121,7 +121,7 @@ def convert(
         _require_no_loss(job)
     if dry_run:
         return Conversion(folder.destination, job, None, shard=shard_run, memory=memory)
-    with headers_frozen(), folder:
+    with frozen_heap(), folder:
         with streamed(source, folder, tell) if stream_source else nullcontext(one_batch) as batches:
             ran = run_units(job, folder, units, memory, tell, batches, where=executor, ray_address=ray_address)
         manifest = finish(job, folder, ran.records, signer) if shard is None else None

@@ -184,9 +184,9 @@ class KtAmxInt8(KtAmx):
 def quantized(values: Tensor, spec: MatrixSpec) -> QuantizedMatrix:
     """Quantise as ktransformers does: round to bfloat16, then to int8 with one scale per row (of each node).
 
-    The largest magnitude of a row becomes code 127, or 112 for int4, which keeps the high half of an int8 code, rounded
-    half away from zero. Rows whose scale has no finite inverse (magnitudes below 1e-36) become zeros; the library
-    writes -128 there, whatever the value.
+    The largest magnitude of a row becomes code 127. For int4 it becomes 112, and the high half of the int8 code is
+    kept, rounded half away from zero. Rows whose scale has no finite inverse (magnitudes below 1e-36) become zeros; the
+    library writes -128 there, whatever the value.
 
     Args:
         values: float32 `[N, K]`.

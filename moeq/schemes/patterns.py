@@ -1,9 +1,9 @@
 """Regular expressions from untrusted configs: compiled and matched within limits.
 
 Python's engine backtracks and cannot be interrupted, so a pattern is judged before it runs. Repeated groups that can
-match one text in several ways (`(a+)+`, `(a|aa)*`) take exponential time and are refused. What remains takes at most
-about as many steps as there are ways to place its repeats in the name, which is computed for every name, and all
-matching together has a time budget.
+match one text in several ways (`(a+)+`, `(a|aa)*`) take exponential time and are refused. Any other pattern takes about
+as many steps as there are ways to place its repeats in the name. That number is computed before every match and has an
+upper bound, and all matches together have a time budget.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _MAX_STEPS = 20_000_000
 #: Longest pattern, in characters.
 _MAX_PATTERN = 4096
 
-#: Unbounded or ranged repeats, and optional items, unless the character is escaped, a lazy mark or group syntax.
+#: Repeats (`*`, `+`, `{2,5}`) whose character is not escaped.
 _REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,\d*\})")
+#: Optional items (`?`), but not an escaped `?`, a lazy repeat (`*?`) or a special group (`(?:`).
 _OPTIONAL = re.compile(r"(?<![\\*+?}(])\?")
 
 #: Syntax that lets a group match one text in several ways.

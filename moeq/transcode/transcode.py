@@ -32,7 +32,7 @@ from moeq.pipeline.run.execution import one_batch, recompute, run_units
 from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.run.streaming import require_streamable, streamed
 from moeq.pipeline.run.work_shards import WorkShard, is_remote, parse_shard
-from moeq.pipeline.run.workers import headers_frozen
+from moeq.pipeline.run.workers import frozen_heap
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import JobStamp, require_unchanged
 from moeq.pipeline.state.publish import copy_side_files, index_of, require_complete, sync_files, write_json
@@ -174,7 +174,7 @@ def transcode(
     units = shard.select(job.plan.units, remote=is_remote(source)) if shard else job.plan.units
     memory = plan_memory(job, units, workers or default_workers(), max_memory, max_helpers=1)
     tell = progress or (lambda event: None)
-    with headers_frozen(), folder:
+    with frozen_heap(), folder:
         with streamed(source, folder, tell) if stream_source else nullcontext(one_batch) as batches:
             ran = run_units(job, folder, units, memory, tell, batches, where=executor, ray_address=ray_address)
         losses = losses_of(ran.records[unit.id] for unit in units)  # in order, whichever ended first

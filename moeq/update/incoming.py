@@ -58,7 +58,7 @@ class ProjectionBlock:
     rows: Range
     columns: Range
 
-    def of(self, spec: MatrixSpec) -> MatrixSpec:
+    def spec_of(self, spec: MatrixSpec) -> MatrixSpec:
         """Return the spec of this block of a projection. Groups are whole, except for the last of the matrix."""
         found = replace(spec, n=self.rows.size)
         if self.columns.size == spec.k:
@@ -265,7 +265,7 @@ def _matrix(
     shared: Tensor | None = None,
 ) -> Incoming:
     whole = wanted_spec(layer, name)
-    wanted = whole if block is None else block.of(whole)
+    wanted = whole if block is None else block.spec_of(whole)
     if is_float(tensors) and wanted.bits <= 8:
         return _quantized(layer, name, tensors, wanted, rule, shared)
     return Incoming(_decoded(layer, name, tensors, wanted))

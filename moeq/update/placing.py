@@ -1,4 +1,4 @@
-"""Turn the index map of a layout's part into the placement or the reading of one gather kernel."""
+"""Turn the index map of a part into the arguments of a gather kernel, which writes (placement) or reads it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 #: Upper bound of the placements that are cached: one for each part of every kind of layer.
-KEPT = 256
+MAX_CACHED_PLACEMENTS = 256
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=MAX_CACHED_PLACEMENTS)
 def placement_of(part: Part, shape: tuple[int, int]) -> Placement | None:
     """Return which words hold a part's elements; None if its halves are swapped, or each half is padded.
 

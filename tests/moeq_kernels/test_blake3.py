@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from moeq_kernels.blake3 import BLOCK, digests, planned
 from moeq_kernels.errors import KernelArgumentError
-from moeq_kernels.queued import Queued
+from moeq_kernels.queued import QueuedLaunches
 
 MEBIBYTE = 1 << 20
 
@@ -69,7 +69,7 @@ def test_nodes_are_joined_to_a_tree(device: torch.device) -> None:
     queued, words = planned(2, 3 * 1024, 3 * 1024)
     nodes = torch.randint(-(2**31), 2**31, (words,), dtype=torch.int32).to(device)
     leaves = [word % 2**32 for word in nodes[:48].tolist()]
-    Queued(queued.launches[1:], ("messages", "nodes")).run(
+    QueuedLaunches(queued.launches[1:], ("messages", "nodes")).run(
         torch.zeros(2, 3 * 1024, dtype=torch.uint8).to(device), nodes
     )
     for tree in range(2):

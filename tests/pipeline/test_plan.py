@@ -20,7 +20,7 @@ from moeq.pipeline.convert import convert
 from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.options import ConvertOptions
 from moeq.pipeline.plan.units import CopyUnit, PackUnit
-from moeq.pipeline.run.workers import FREEZING, Executor, headers_frozen
+from moeq.pipeline.run.workers import FREEZING, Executor, frozen_heap
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.publish import finish
 from moeq.pipeline.state.records import UnitRecord, is_intact
@@ -219,8 +219,8 @@ def test_what_was_frozen_before_stays_frozen(monkeypatch) -> None:
     for before in (False, True):
         if before:
             gc.freeze()
-        with headers_frozen():
-            with headers_frozen():
+        with frozen_heap():
+            with frozen_heap():
                 assert count() > 0
             assert count() > 0
         assert (count() > 0) == before

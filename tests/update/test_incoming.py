@@ -56,9 +56,9 @@ def test_specs_and_blocks(layer: WritableLayer) -> None:
     down = wanted_spec(layer, "down")
     assert down == replace(W2, role="down")
     assert whole_block(down) == ProjectionBlock(Range(0, 256), Range(0, 128))
-    assert ProjectionBlock(Range(8, 16), Range(32, 64)).of(down) == replace(down, n=8, k=32)
-    assert ProjectionBlock(Range(8, 16), Range(0, 128)).of(down) == replace(down, n=8)
-    assert ProjectionBlock(Range(8, 16), Range(0, 16)).of(down) == replace(down, n=8, k=16, group_size=16)
+    assert ProjectionBlock(Range(8, 16), Range(32, 64)).spec_of(down) == replace(down, n=8, k=32)
+    assert ProjectionBlock(Range(8, 16), Range(0, 128)).spec_of(down) == replace(down, n=8)
+    assert ProjectionBlock(Range(8, 16), Range(0, 16)).spec_of(down) == replace(down, n=8, k=16, group_size=16)
 
 
 ALL = Range(0, 256), Range(0, 128)

@@ -82,7 +82,7 @@ def test_a_block_lands_in_the_part_of_it_that_a_rank_has(scheme: Scheme) -> None
     old = random_matrix(W2, 2)
     for columns, taken in ((Range(64, 192), slice(0, 64)), (Range(0, 128), slice(0, 0)), (Range(0, 64), slice(0, 0))):
         block = ProjectionBlock(Range(8, 40), columns)
-        new = random_matrix(block.of(replace(whole2, role="down")), 1)
+        new = random_matrix(block.spec_of(replace(whole2, role="down")), 1)
         found = merged_matrix(layer, "w2", old, {"down": Incoming(new)}, block)
         wanted = old.codes.clone(), old.scales.clone()
         if taken.stop:

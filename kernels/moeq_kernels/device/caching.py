@@ -6,8 +6,8 @@ Weights stream through the cache. Without a policy they would evict results befo
 import triton.language as tl
 
 #: Policy for results that the next kernel reads: they are evicted after weights.
-KEPT = tl.constexpr("evict_last")
+EVICT_LAST = tl.constexpr("evict_last")
 #: Policy for data that is read for the last time: it is evicted before weights.
-DONE = tl.constexpr("evict_first")
-#: Default policy.
-USUAL = tl.constexpr("")
+EVICT_FIRST = tl.constexpr("evict_first")
+#: The default policy.
+NO_POLICY = tl.constexpr("")

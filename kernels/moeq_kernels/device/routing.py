@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moeq_kernels.device.caching import DONE, KEPT
+from moeq_kernels.device.caching import EVICT_FIRST, EVICT_LAST
 from moeq_kernels.device.numerics import round_to
 
 
@@ -118,7 +118,7 @@ def route_few(
                 column = (begin + tl.arange(0, COLUMNS))[None, :]
                 inside = there[:, None] & (column < hidden)
                 value = tl.load(source + column, mask=inside)
-                tl.store(target + column, value, mask=inside, eviction_policy=KEPT)
+                tl.store(target + column, value, mask=inside, eviction_policy=EVICT_LAST)
 
 
 @triton.jit(do_not_specialize=["to_clear", "pairs", "EXPERTS", "KNOWN"])
@@ -197,7 +197,7 @@ def gather_rows(
     inside = (row < rows)[:, None] & (column < hidden)[None, :]
     value = tl.load(x + token.to(tl.int64)[:, None] * stride_x + column[None, :], mask=inside)
     target = sorted_x + row.to(tl.int64)[:, None] * hidden + column[None, :]
-    tl.store(target, value, mask=inside, eviction_policy=KEPT)
+    tl.store(target, value, mask=inside, eviction_policy=EVICT_LAST)
 
 
 @triton.jit
@@ -230,7 +230,8 @@ def sum_rows(
         value = tl.zeros([TOKENS, COLUMNS], tl.float32)
         for split in tl.static_range(SPLITS):
             at = (split * rows + row).to(tl.int64)
-            part = tl.load(parts + at[:, None] * hidden + column[None, :], mask=there, other=0, eviction_policy=DONE)
+            place = parts + at[:, None] * hidden + column[None, :]
+            part = tl.load(place, mask=there, other=0, eviction_policy=EVICT_FIRST)
             value += _as_float(part)
         if weights is not None:
             weight = tl.load(weights + token * stride_w + choice, mask=token < tokens, other=0.0).to(tl.float32)

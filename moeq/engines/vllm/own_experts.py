@@ -1,8 +1,8 @@
 """Run moeq's kernels as an expert class of vLLM.
 
 The engine builds its own kernel object around the class, and thus does everything between router and experts: exchange
-of tokens with other ranks, shared experts and their stream, buffers that its profiling run measures. Adapters (LoRA)
-are vLLM's stacks.
+of tokens with other ranks, shared experts and their stream, buffers that its profiling run measures. Kernels read
+adapters (LoRA) from vLLM's own stacked tensors.
 """
 
 from __future__ import annotations
@@ -181,7 +181,10 @@ class MoeqBatchedExperts(MoeqExperts):
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Whether exchanges must leave inputs unquantised: no, as batched ones refuse it and have no scheme here."""
+        """Whether the exchange must be told to leave inputs unquantised: no, a batched one refuses that.
+
+        It quantises nothing here, because these experts have no scheme.
+        """
         return False
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Entry point of the vLLM plug-in (`vllm.general_plugins`). Its import imports no engine.
+"""Entry point of the vLLM plug-in (`vllm.general_plugins`). Importing this module imports no engine.
 
 vLLM calls `register` in each of its processes, for every model. It has to be quick, may be called twice, and must not
 fail with a version of the engine that the loader was never run with.

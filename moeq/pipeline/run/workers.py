@@ -144,7 +144,7 @@ class Executor:
 
         Raises MoeqError as `execute`.
         """
-        with headers_frozen():
+        with frozen_heap():
             run = _Run(self, units)
             try:
                 for outcome in run.outcomes():
@@ -161,13 +161,13 @@ class Executor:
                 run.join()
 
 
-#: Whether an enclosing `headers_frozen` block has frozen all objects and will unfreeze them.
+#: Whether an enclosing `frozen_heap` block has frozen all objects and will unfreeze them.
 FREEZING: ContextVar[bool] = ContextVar("freezing", default=False)
 
 
 @contextmanager
-def headers_frozen() -> Iterator[None]:
-    """Hide all objects from the garbage collector in this block: headers are millions of objects that live on."""
+def frozen_heap() -> Iterator[None]:
+    """Hide all objects from the garbage collector in this block: headers are millions of objects that stay alive."""
     # Counting many frozen objects is slow, so it is left out inside an enclosing block.
     frozen = FREEZING.get() or gc.get_freeze_count()
     gc.freeze()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PASSWORD_VARIABLE = "MOEQ_SIGN_PASSWORD"
 
 #: Largest key or signature file, in bytes.
-_MOST = 16 << 10
+_MAX_BYTES = 16 << 10
 
 
 class Signer:
@@ -52,7 +52,7 @@ def check_signature(manifest: bytes, signature: Path, key: str) -> str:
     if not signature.exists():
         return f"{SIGNATURE_NAME} is missing: the conversion is not signed"
     try:
-        found = Signature.from_bytes(read_regular(signature, SIGNATURE_NAME, _MOST))
+        found = Signature.from_bytes(read_regular(signature, SIGNATURE_NAME, _MAX_BYTES))
         public.verify(manifest, found)
     except (Error, ValueError) as error:
         return f"{SIGNATURE_NAME} is not this key's signature of {MANIFEST_NAME} ({error or type(error).__name__})"
@@ -60,11 +60,11 @@ def check_signature(manifest: bytes, signature: Path, key: str) -> str:
 
 
 def _secret_key(path: Path) -> SecretKey:
-    _require()
+    _require_minisign()
     from minisign import SecretKey
 
     try:
-        key = SecretKey.from_bytes(read_regular(path, str(path), _MOST))
+        key = SecretKey.from_bytes(read_regular(path, str(path), _MAX_BYTES))
         if key.is_encrypted():
             password = os.environ.get(PASSWORD_VARIABLE)
             if password is None:
@@ -80,13 +80,13 @@ def _secret_key(path: Path) -> SecretKey:
 
 
 def _public_key(key: str) -> PublicKey:
-    _require()
+    _require_minisign()
     from minisign import PublicKey
 
     path = Path(key)
     try:
         if len(key) < 1000 and path.is_file():
-            return PublicKey.from_bytes(read_regular(path, key, _MOST))
+            return PublicKey.from_bytes(read_regular(path, key, _MAX_BYTES))
         return PublicKey.from_base64(key)
     except ValueError as error:
         raise _bad_key(key, error) from None
@@ -98,7 +98,7 @@ def _bad_key(key: str | Path, error: ValueError) -> MoeqError:
     return MoeqError("usage.sign-key", detail, f"minisign -G makes a pair: {pair}")
 
 
-def _require() -> None:
+def _require_minisign() -> None:
     try:
         import minisign  # noqa: F401
     except ImportError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moeq.oracle.engines.sglang.decision import decide_sglang
-from moeq.oracle.engines.sglang.layer import Refused, SglangLayer
+from moeq.oracle.engines.sglang.layer import SglangLayer, SglangRefusal
 
 Row = dict[str, Any]
 
@@ -23,7 +23,7 @@ def ours(case: Row) -> Row:
     """moeq's answer in the words of the engine's."""
     try:
         made = decide_sglang(case["config"], layer_of(case))
-    except Refused as refused:
+    except SglangRefusal as refused:
         return {"stage": refused.stage, "error": refused.error}
     return {"name": made.name, "class": made.method, "runner": made.runner}
 

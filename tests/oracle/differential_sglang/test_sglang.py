@@ -21,7 +21,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import Gpu, parse_gpu
 from moeq.errors import MoeqError
 from moeq.oracle.engines.sglang.decision import decide_sglang
-from moeq.oracle.engines.sglang.layer import Refused, SglangLayer
+from moeq.oracle.engines.sglang.layer import SglangLayer, SglangRefusal
 from moeq.oracle.judge import judge_config
 from moeq.oracle.records import MoeShape, Verdict
 
@@ -213,7 +213,7 @@ def test_hostile_configs_are_refused(config: Any) -> None:
 
 
 def test_hundred_ranks_of_nothing() -> None:
-    with pytest.raises(Refused, match="does not divide"):
+    with pytest.raises(SglangRefusal, match="does not divide"):
         decide_sglang(GPTQ, SglangLayer((9, 0), 2048, 768, 128, tp=100))
 
 

@@ -101,8 +101,8 @@ def plan_for(problem: Problem, tokens: int) -> Int8Plan:
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> list[Launch]:
     """Return the launches of a piece.
 
-    A token's results are summed in float32 in the order of topk_ids; with more than MAX_EXACT_PAIRS pairs, results
-    beside bfloat16 tokens are rounded to bfloat16 before that.
+    A token's results are summed in float32 in the order of topk_ids. Beyond MAX_EXACT_PAIRS pairs, results of bfloat16
+    layers are rounded to bfloat16 before they are summed.
     """
     if isinstance(plan.kernel, Int8Direct):
         return direct_launches(problem, piece, arena, plan, plan.kernel)
@@ -177,7 +177,7 @@ def _quantised(
     arguments: dict[str, Argument] = {
         "x": piece.x,
         "static_scale": problem.w13.input_scale,
-        "codes": rows.codes.as_bytes(),  # unsigned, by which the kernel tells e4m3 codes from int8 codes
+        "codes": rows.codes.as_bytes(),  # the kernel takes unsigned codes as e4m3 and signed codes as int8
         "scales": rows.scales,
         "scale_stride": rows.scale_stride,
         "inverse": pairs_sorted.inverse,

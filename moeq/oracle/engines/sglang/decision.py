@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from moeq.oracle.engines.sglang import floats
-from moeq.oracle.engines.sglang.layer import Config, Refused, SglangChoice, SglangLayer, unquantised, value
+from moeq.oracle.engines.sglang.layer import Config, SglangChoice, SglangLayer, SglangRefusal, unquantised, value
 from moeq.spelling import option
 
 #: Version whose code these decisions follow.
@@ -35,12 +35,12 @@ _COMPATIBLE = {
 def _gptq_marlin(config: Config, layer: SglangLayer) -> bool:
     declared = [config.get(key) for key in ("bits", "group_size", "sym", "desc_act")]
     fits = config.get("bits") in (4, 8) and config.get("sym") is True and config.get("group_size") in _MARLIN_GROUPS
-    return config.get("quant_method") == "gptq" and None not in declared and fits and layer.ampere
+    return config.get("quant_method") == "gptq" and None not in declared and fits and layer.has_marlin
 
 
 def _awq_marlin(config: Config, layer: SglangLayer) -> bool:
     fits = config.get("bits") == 4 and config.get("zero_point") is True and config.get("group_size") in _MARLIN_GROUPS
-    return config.get("quant_method") == "awq" and fits and layer.ampere
+    return config.get("quant_method") == "awq" and fits and layer.has_marlin
 
 
 def _moe_wna16(config: Config, layer: SglangLayer) -> bool:
@@ -58,7 +58,7 @@ _TAKES_OVER: dict[str, tuple[tuple[str | None, ...], Callable[[Config, SglangLay
 
 
 def method_in_force(config: Config, layer: SglangLayer) -> str:
-    """Return the name of the method that reads a parsed config. Raise Refused if there is none."""
+    """Return the name of the method that reads a parsed config. Raise SglangRefusal if there is none."""
     declared, asked = str(config.get("quant_method", "modelopt")).lower(), layer.quantization
     if asked == "modelopt" and str(config.get("quant_algo", "")).upper() in floats.MODELOPT:
         return floats.MODELOPT[str(config["quant_algo"]).upper()]
@@ -70,10 +70,10 @@ def method_in_force(config: Config, layer: SglangLayer) -> str:
     name = asked or declared
     if name != declared and declared not in _COMPATIBLE.get(name, ()):
         text = f"{option('quantization', name)} is not for this {declared} checkpoint here"
-        raise Refused("name", "ValueError", text, f"no {option('quantization')}")
+        raise SglangRefusal("name", "ValueError", text, f"no {option('quantization')}")
     if name not in _READERS:
         text = f"{name} is no method on CUDA, and this checkpoint is not one that gptq_marlin takes"
-        raise Refused("name", "ValueError", text, _gptq_remedy(config, layer))
+        raise SglangRefusal("name", "ValueError", text, _gptq_remedy(config, layer))
     return name
 
 
@@ -88,7 +88,7 @@ def _skipped(config: Config, layer: SglangLayer) -> bool:
 
 def _positive_groups(group: int) -> None:
     if group < 0:
-        raise Refused("layer", "RuntimeError", f"group size {group} becomes a negative number of groups")
+        raise SglangRefusal("layer", "RuntimeError", f"group size {group} becomes a negative number of groups")
 
 
 def _wna16(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
@@ -100,12 +100,12 @@ def _wna16(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     if config["quant_method"] == "awq" and _skipped(config, layer):
         return unquantised(name, layer)
     if group == 0:
-        raise Refused("layer", "ZeroDivisionError", "groups of 0 weights")
+        raise SglangRefusal("layer", "ZeroDivisionError", "groups of 0 weights")
     while layer.allocated_shard % group or layer.hidden % group:
         group //= 2
         if group < 32:
             text = f"no group size from 32 divides {layer.allocated_shard} per rank and hidden size {layer.hidden}"
-            raise Refused("layer", "AssertionError", text, "another tp, or expert parallelism")
+            raise SglangRefusal("layer", "AssertionError", text, "another tp, or expert parallelism")
     _positive_groups(group)
     return SglangChoice(name, "MoeWNA16Method", "triton", "triton-wna16/1")
 
@@ -113,7 +113,7 @@ def _wna16(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
 def _only_auto(layer: SglangLayer) -> None:
     if layer.runner != "auto":
         text = f"--moe-runner-backend {layer.runner} trips an assertion: this method has its one runner"
-        raise Refused("layer", "AssertionError", text, "--moe-runner-backend auto")
+        raise SglangRefusal("layer", "AssertionError", text, "--moe-runner-backend auto")
 
 
 def _gptq(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
@@ -141,13 +141,13 @@ def _plain_awq(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     value(config, "q_group_size", "group_size")
     value(config, "zero_point")
     if bits != 4:
-        raise Refused("config", "ValueError", f"AWQ of {bits} bits, only 4 is read")
+        raise SglangRefusal("config", "ValueError", f"AWQ of {bits} bits, only 4 is read")
     return unquantised(name, layer)
 
 
 def _w8a8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     if _ignored(config, layer.prefix):
-        raise Refused("layer", "TypeError", "experts that are to be ignored get the method of a linear layer")
+        raise SglangRefusal("layer", "TypeError", "experts that are to be ignored get the method of a linear layer")
     return SglangChoice(name, "W8A8Int8MoEMethod", "triton", "int8-w8a8/1")
 
 
@@ -165,7 +165,7 @@ def _weights(group: Config) -> Config:
     usual = "tensor" if size is None else "channel" if size == -1 else "group"
     weights["strategy"] = weights.get("strategy") or usual
     if weights["strategy"] == "group" and not (isinstance(size, int) and size > 0):
-        raise Refused("config", "ValidationError", f"group_size {size} with strategy group")
+        raise SglangRefusal("config", "ValidationError", f"group_size {size} with strategy group")
     return weights
 
 
@@ -180,7 +180,9 @@ def _ct(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
         return unquantised(name, layer)
     (group,) = config["config_groups"].values()
     if "preset" in group:
-        raise Refused("config", "AttributeError", f"a config group names the preset {group['preset']}, not an object")
+        raise SglangRefusal(
+            "config", "AttributeError", f"a config group names the preset {group['preset']}, not an object"
+        )
     weights, inputs = _weights(group), group.get("input_activations")
     if weights.get("type") == "float" and weights.get("num_bits") == 8:
         return floats.compressed_fp8(weights, inputs, layer)
@@ -190,20 +192,20 @@ def _ct(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
         bits = weights["num_bits"], inputs.get("num_bits")
         text = f"{bits[0]}-bit weights with {bits[1]}-bit activations have experts on NPUs only"
         remedy = option("quantization", "w8a8_int8") if bits == (8, 8) else None
-        raise Refused("layer", "NotImplementedError", text, remedy)
+        raise SglangRefusal("layer", "NotImplementedError", text, remedy)
     if weights["strategy"] not in ("group", "channel"):
         text = f"weights per {weights['strategy']} without activations trip over the activations that are not there"
-        raise Refused("layer", "AttributeError", text)
+        raise SglangRefusal("layer", "AttributeError", text)
     symmetric, triton = weights.get("symmetric", True), _triton_reads(weights)
     mxint4 = weights["num_bits"] == 4 and weights.get("group_size") == 32 and symmetric
     if mxint4 and layer.runner == "flashinfer_trtllm":
         return _mxint4(weights, layer)
     if layer.runner == "triton" and not triton:
         text = "the Triton runner takes symmetric int4 in groups of 32 or 128 without act-order"
-        raise Refused("layer", "ValueError", text, "--moe-runner-backend auto")
+        raise SglangRefusal("layer", "ValueError", text, "--moe-runner-backend auto")
     if config.get("format") != "pack-quantized" or weights["num_bits"] not in (4, 8):
         text = f"{weights['num_bits']} bits as {config.get('format')}: only 4 and 8 bits as pack-quantized are read"
-        raise Refused("layer", "ValueError", text)
+        raise SglangRefusal("layer", "ValueError", text)
     if layer.runner == "triton" or (layer.runner == "auto" and layer.capability[0] == 10 and triton):
         return SglangChoice(name, "CompressedTensorsWNA16TritonMoE", "triton", "triton-wna16/1")
     layout = "marlin-act-order/1" if weights.get("actorder") == "group" else "marlin-wna16/1"
@@ -212,9 +214,11 @@ def _ct(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
 
 def _mxint4(weights: Config, layer: SglangLayer) -> SglangChoice:
     if weights.get("actorder"):
-        raise Refused("layer", "AssertionError", "flashinfer_trtllm knows no act-order", "--moe-runner-backend auto")
+        raise SglangRefusal(
+            "layer", "AssertionError", "flashinfer_trtllm knows no act-order", "--moe-runner-backend auto"
+        )
     if layer.dtype != "bf16":
-        raise Refused("layer", "AssertionError", f"flashinfer_trtllm takes bf16, not {layer.dtype}", "dtype bf16")
+        raise SglangRefusal("layer", "AssertionError", f"flashinfer_trtllm takes bf16, not {layer.dtype}", "dtype bf16")
     return SglangChoice("compressed-tensors", "CompressedTensorsMxInt4MoE", None, "trtllm-mxint4/1")
 
 
@@ -240,14 +244,14 @@ _READERS: dict[str, Callable[[Config, SglangLayer, str], SglangChoice]] = {
 def decide_sglang(config: Config, layer: SglangLayer) -> SglangChoice:
     """Return the method and runner that SGLang chooses for a checkpoint's `quantization_config`.
 
-    Raises Refused if the engine stops, with the stage and the type of its error.
+    Raises SglangRefusal if the engine stops, with the stage and the type of its error.
     """
     config = floats.parsed(config)
     name = method_in_force(config, layer)
     if layer.ep and layer.experts % layer.tp:
         text = f"{layer.experts} experts do not divide by {layer.tp} ranks"
-        raise Refused("layer", "AssertionError", text, "another tp")
+        raise SglangRefusal("layer", "AssertionError", text, "another tp")
     if not layer.ep and layer.inter % layer.tp:
         text = f"intermediate size {layer.inter} does not divide by tp {layer.tp}"
-        raise Refused("layer", "AssertionError", text, "another tp")
+        raise SglangRefusal("layer", "AssertionError", text, "another tp")
     return _READERS[name](config, layer, name)

@@ -10,18 +10,19 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from moeq.oracle.engines.sglang.layer import Config, Refused, SglangChoice, SglangLayer, unquantised, value
+from moeq.oracle.engines.sglang.layer import Config, SglangChoice, SglangLayer, SglangRefusal, unquantised, value
 from moeq.spelling import option
 
 #: Runners for which the FP8 method builds a runner object.
 _FP8_RUNNERS = ("triton", "deep_gemm", "flashinfer_trtllm", "flashinfer_trtllm_routed")
-#: Runners that the FP8 method replaces by Triton's, which has no kernel under their names.
+#: Runners for which the FP8 method runs Triton instead.
 _FP8_BY_TRITON = ("auto", "flashinfer_cutlass", "flashinfer_cutedsl")
 #: Runners that unquantised experts keep under FP8 configs, and under ModelOpt configs.
 _FP8_UNQUANTISED = ("triton_kernel", "flashinfer_trtllm", "flashinfer_trtllm_routed", "flashinfer_cutlass")
 _MODELOPT_UNQUANTISED = (*_FP8_UNQUANTISED, "deep_gemm")
 _MXFP4_RUNNERS = ("triton", "triton_kernel", "marlin", "deep_gemm")
-_NO_KERNEL = "--moe-runner-backend auto"
+#: Remedy for a runner without a kernel.
+_AUTO_RUNNER = "--moe-runner-backend auto"
 
 
 def fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
@@ -29,11 +30,11 @@ def fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     scheme = value(config, "activation_scheme")
     block = [1, 32] if name == "mxfp8" else config.get("weight_block_size")
     if scheme not in ("dynamic", "static"):
-        raise Refused("config", "ValueError", f"activation_scheme {scheme} is not one of static, dynamic")
+        raise SglangRefusal("config", "ValueError", f"activation_scheme {scheme} is not one of static, dynamic")
     if block is not None and len(block) != 2:
-        raise Refused("config", "ValueError", f"weight_block_size {block} is not two sizes")
+        raise SglangRefusal("config", "ValueError", f"weight_block_size {block} is not two sizes")
     if block is not None and scheme != "dynamic":
-        raise Refused("config", "ValueError", f"blocks need dynamic activations, activation_scheme is {scheme}")
+        raise SglangRefusal("config", "ValueError", f"blocks need dynamic activations, activation_scheme is {scheme}")
     if _skipped(config.get("ignored_layers", config.get("modules_to_not_convert")), layer.prefix):
         return unquantised(name, layer, _FP8_UNQUANTISED)
     if layer.runner == "cutlass":
@@ -56,11 +57,13 @@ def _skipped(entries: Any, prefix: str) -> bool:
 def _check_cutlass(layer: SglangLayer, blocks: bool) -> None:
     device = ".".join(map(str, layer.capability))
     if layer.capability < (8, 9):
-        raise Refused("layer", "AssertionError", f"the cutlass runner has no FP8 on {device}", _NO_KERNEL)
+        raise SglangRefusal("layer", "AssertionError", f"the cutlass runner has no FP8 on {device}", _AUTO_RUNNER)
     if not blocks:
-        raise Refused("layer", "AssertionError", "the cutlass runner takes FP8 with scales per block", _NO_KERNEL)
+        raise SglangRefusal(
+            "layer", "AssertionError", "the cutlass runner takes FP8 with scales per block", _AUTO_RUNNER
+        )
     if layer.capability[0] not in (9, 10, 12):
-        raise Refused("layer", "AssertionError", f"the cutlass runner does not run on {device}", _NO_KERNEL)
+        raise SglangRefusal("layer", "AssertionError", f"the cutlass runner does not run on {device}", _AUTO_RUNNER)
 
 
 def _check_blocks(layer: SglangLayer, block: Any) -> None:
@@ -71,12 +74,14 @@ def _check_blocks(layer: SglangLayer, block: Any) -> None:
     for size in block if layer.tp > 1 and not layer.ep else block[:1]:
         if shard % size:
             text = f"the shard of {shard} does not divide into blocks of {block[0]} x {block[1]}"
-            raise Refused("layer", "ValueError", text, "another tp, or expert parallelism")
+            raise SglangRefusal("layer", "ValueError", text, "another tp, or expert parallelism")
 
 
 def _check_activation(layer: SglangLayer) -> None:
     if layer.runner == "deep_gemm" and layer.act != "silu":
-        raise Refused("layer", "AssertionError", f"the deep_gemm runner has no activation {layer.act}", _NO_KERNEL)
+        raise SglangRefusal(
+            "layer", "AssertionError", f"the deep_gemm runner has no activation {layer.act}", _AUTO_RUNNER
+        )
 
 
 def w8a8_fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
@@ -88,20 +93,24 @@ def compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None,
     """Return the choice for compressed-tensors FP8 with scales per tensor, per channel and token, or per block."""
     strategy = weights["strategy"]
     if inputs is None or not weights.get("symmetric", True) or strategy not in ("tensor", "channel", "block"):
-        raise Refused("layer", "RuntimeError", f"FP8 per {strategy} with these activations has no scheme for experts")
+        raise SglangRefusal(
+            "layer", "RuntimeError", f"FP8 per {strategy} with these activations has no scheme for experts"
+        )
     scales = inputs.get("strategy")
     static = not inputs.get("dynamic")
     if (strategy, scales) not in (("tensor", "tensor"), ("channel", "token")) and strategy != "block":
         text = f"FP8 weights per {strategy} with activations per {scales} trip an assertion"
         remedy = option("quantization", "w8a8_fp8") if strategy == "channel" else None
-        raise Refused("layer", "AssertionError", text, remedy)
+        raise SglangRefusal("layer", "AssertionError", text, remedy)
     if static and (strategy, scales) == ("channel", "token"):
-        raise Refused("layer", "ValueError", "static activations with scales per token")
+        raise SglangRefusal("layer", "ValueError", "static activations with scales per token")
     if strategy == "block":
         _check_blocks(layer, weights.get("block_structure"))
     runner = "triton" if layer.runner == "auto" else layer.runner
-    made = runner in ("triton", "flashinfer_trtllm", "flashinfer_trtllm_routed")
-    return SglangChoice("compressed-tensors", "CompressedTensorsW8A8Fp8MoE", runner if made else None, runs=made)
+    has_kernel = runner in ("triton", "flashinfer_trtllm", "flashinfer_trtllm_routed")
+    return SglangChoice(
+        "compressed-tensors", "CompressedTensorsW8A8Fp8MoE", runner if has_kernel else None, runs=has_kernel
+    )
 
 
 def compressed_nvfp4(inputs: Mapping[str, Any] | None, layer: SglangLayer) -> SglangChoice:
@@ -117,7 +126,7 @@ def mxfp4(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     runner = "triton" if layer.runner == "auto" else layer.runner
     flashinfer = runner == "flashinfer_mxfp4" and layer.capability[0] in (9, 10, 12)
     if runner not in _MXFP4_RUNNERS and not flashinfer:
-        raise Refused("layer", "NotImplementedError", f"MXFP4 has no runner {runner} on this GPU", _NO_KERNEL)
+        raise SglangRefusal("layer", "NotImplementedError", f"MXFP4 has no runner {runner} on this GPU", _AUTO_RUNNER)
     _check_activation(layer)
     return SglangChoice(name, "Mxfp4MoEMethod", runner, runs=runner != "marlin" or layer.capability >= (9, 0))
 
@@ -158,7 +167,7 @@ def _modelopt(config: Config, *names: str) -> tuple[str, Any]:
         return str(algorithm), next((config[name] for name in names if name in config), [])
     nested = value(config, "quantization")
     if not isinstance(nested, Mapping) or nested.get("quant_algo") is None:
-        raise Refused("config", "ValueError", "the config has no quant_algo")
+        raise SglangRefusal("config", "ValueError", "the config has no quant_algo")
     return str(nested["quant_algo"]), nested.get("exclude_modules", [])
 
 
@@ -172,7 +181,7 @@ def modelopt_fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     algorithm, entries = _modelopt(config, "ignore")
     if algorithm != "FP8":
         text = f"{name} reads FP8, this is {algorithm}"
-        raise Refused("config", "ValueError", text, f"no {option('quantization')}")
+        raise SglangRefusal("config", "ValueError", text, f"no {option('quantization')}")
     if _excluded(entries, layer.prefix):
         return unquantised(name, layer, _MODELOPT_UNQUANTISED)
     runner = "flashinfer_cutlass" if layer.runner == "flashinfer_cutlass" else "triton"
@@ -183,18 +192,18 @@ def modelopt_fp4(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     """Return the choice for ModelOpt's NVFP4: FlashInfer on Blackwell, Marlin (weight-only) on Ampere to Hopper."""
     algorithm, entries = _modelopt(config, "ignore", "modules_to_not_convert", "exclude_modules")
     if algorithm not in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"):
-        raise Refused("config", "ValueError", f"modelopt_fp4 does not read {algorithm}")
+        raise SglangRefusal("config", "ValueError", f"modelopt_fp4 does not read {algorithm}")
     if entries is None:
-        raise Refused("config", "ValueError", "modelopt_fp4 needs a list of excluded modules")
+        raise SglangRefusal("config", "ValueError", "modelopt_fp4 needs a list of excluded modules")
     if _excluded(entries, layer.prefix):
         return unquantised(name, layer, _MODELOPT_UNQUANTISED)
     older = (8, 0) <= layer.capability < (10, 0)
     marlin = older if layer.runner == "auto" else layer.runner == "marlin"
     if layer.capability < (10, 0) and not marlin:
         text = f"NVFP4 does not run with the runner {layer.runner} before Blackwell"
-        raise Refused("layer", "ValueError", text, "--moe-runner-backend marlin" if older else None)
+        raise SglangRefusal("layer", "ValueError", text, "--moe-runner-backend marlin" if older else None)
     if layer.runner == "cutlass":
-        raise Refused("layer", "NotImplementedError", "NVFP4 has no runner cutlass", "--moe-runner-backend auto")
+        raise SglangRefusal("layer", "NotImplementedError", "NVFP4 has no runner cutlass", _AUTO_RUNNER)
     _check_activation(layer)
     default = "marlin" if older else "flashinfer_trtllm"
     runner = default if layer.runner == "auto" else layer.runner

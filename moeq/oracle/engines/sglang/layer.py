@@ -9,7 +9,7 @@ from typing import Any
 Config = Mapping[str, Any]
 
 
-class Refused(Exception):
+class SglangRefusal(Exception):
     """Error with which the engine stops.
 
     Attributes:
@@ -50,7 +50,7 @@ class SglangLayer:
         return -(-self.shard // 128) * 128 if self.runner.startswith("flashinfer_trtllm") else self.shard
 
     @property
-    def ampere(self) -> bool:
+    def has_marlin(self) -> bool:
         """Whether Marlin's kernels exist for the device."""
         return self.capability >= (8, 0)
 
@@ -68,11 +68,11 @@ class SglangChoice:
 
 
 def value(config: Config, *names: str) -> Any:
-    """Return the value of the first name that the config has. Raise Refused if it has none."""
+    """Return the value of the first name that the config has. Raise SglangRefusal if it has none."""
     for name in names:
         if name in config:
             return config[name]
-    raise Refused("config", "ValueError", f"the config has no {' or '.join(names)}")
+    raise SglangRefusal("config", "ValueError", f"the config has no {' or '.join(names)}")
 
 
 #: Runners with kernels for unquantised experts, where the method passes all runners on.
@@ -83,5 +83,5 @@ def unquantised(name: str, layer: SglangLayer, own: tuple[str, ...] = _OWN) -> S
     """Return the choice for experts that the config leaves unquantised: the layer's runner if in `own`, else Triton."""
     runner = layer.runner if layer.runner in own and name != "moe_wna16" else "triton"
     if runner == "deep_gemm" and layer.act != "silu":
-        raise Refused("layer", "AssertionError", f"unquantised experts with activation {layer.act} on deep_gemm")
+        raise SglangRefusal("layer", "AssertionError", f"unquantised experts with activation {layer.act} on deep_gemm")
     return SglangChoice(name, "UnquantizedFusedMoEMethod", runner, quantised=False)

@@ -15,7 +15,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.registry import LAYOUTS
 from moeq.oracle.engines.sglang.decision import FLOAT_RUNNERS, RUNNERS, VERSION, decide_sglang, method_in_force
 from moeq.oracle.engines.sglang.floats import parsed
-from moeq.oracle.engines.sglang.layer import Refused, SglangChoice, SglangLayer
+from moeq.oracle.engines.sglang.layer import SglangChoice, SglangLayer, SglangRefusal
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, MoeShape, Reason, Sizes, Verdict
 from moeq.spelling import option
 
@@ -142,7 +142,7 @@ def _own_default(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
     layer = _layer(shape, deployment, deployment.backend)
     try:
         known = _with_runner(layer, method_in_force(parsed(config), layer), shape.model_type) is not None
-    except Refused:  # `_asked` reports it
+    except SglangRefusal:  # `_asked` reports it
         return None
     if known:
         return None
@@ -194,7 +194,7 @@ def _asked(
         return None, EngineError("ValueError", "OVERRIDE_UNKNOWN", text, f"known: {', '.join(runners)}")
     try:
         made = _decided(config, shape, deployment)
-    except Refused as refused:
+    except SglangRefusal as refused:
         kind = "METHOD" if refused.stage == "name" else "CONFIG"
         return None, EngineError(refused.error, kind, f"sglang: {refused.text}", refused.remedy)
     if not made.runs:
@@ -213,22 +213,22 @@ def _decided(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment)
     major, minor = layer.capability
     if 10 * major + minor < _LEAST.get(name, 0):
         text = f"{name} needs compute capability {_LEAST[name] / 10:.1f}, {deployment.gpu.name} has {major}.{minor}"
-        raise Refused("config", "ValueError", text)
+        raise SglangRefusal("config", "ValueError", text)
     return decide_sglang(config, _with_runner(layer, name, shape.model_type) or layer)
 
 
 def _with_runner(layer: SglangLayer, name: str, model_type: str) -> SglangLayer | None:
     """Return the layer with the runner that the server decides on; None if moeq does not know it.
 
-    Raises Refused if the server's arguments refuse the runner.
+    Raises SglangRefusal if the server's arguments refuse the runner.
     """
     asked = layer.quantization
     accepted = _ACCEPTED.get(layer.runner)
     if accepted is not None and asked is not None and asked not in accepted:
         text = f"--moe-runner-backend {layer.runner} does not go with {option('quantization', asked)}"
-        raise Refused("config", "AssertionError", text, f"no {option('quantization')}")
+        raise SglangRefusal("config", "AssertionError", text, f"no {option('quantization')}")
     if layer.runner == "cutlass" and asked in ("fp8", "mxfp8") and layer.ep:
-        raise Refused("config", "AssertionError", "the cutlass runner takes no expert parallelism", "ep 1")
+        raise SglangRefusal("config", "AssertionError", "the cutlass runner takes no expert parallelism", "ep 1")
     if layer.runner != "auto":
         return layer
     major = layer.capability[0]

@@ -114,7 +114,7 @@ class ProjectionReader(Generic[M]):
         return self._split(self.stored.blank(*self._own(stored, scratch, self.stored.reads)))
 
     def finish(self: ProjectionReader[FilledMatrix], stored: Inputs, scratch: Array) -> None:
-        """Write what the fields of `blank` do not hold in place."""
+        """Write the stored parts that are not views among the fields of `blank`."""
         self.stored.finish(*self._own(stored, scratch, self.stored.reads))
 
     def kept(self: ProjectionReader[StoredProjection], inputs: Inputs, scratch: Array) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ class ProjectionReader(Generic[M]):
 class ShardPath:
     """The packed parts of one rank."""
 
-    parts: tuple[FastPart, ...]  #: packed parts; the first part of a field holds what the others do not
+    parts: tuple[FastPart, ...]  #: packed parts; a second part of a field holds what the first cannot: signs of zeros
     features: Range  #: intermediate features of the rank
     holds_all: bool  #: whether the rank holds all of them
     is_first: bool  #: whether the rank is 0, which keeps the bias of w2
@@ -251,7 +251,7 @@ class FastPath:
 
     @property
     def _codec(self) -> Codec | None:
-        """Codec of scales: the same for every rank, except for a factor that rounds nothing."""
+        """Codec of scales: the first rank's; other ranks may have another power of two, which changes no rounding."""
         return next(part.widen for part in self.shards[0].parts if part.field == "scales")
 
     def losses(self, read: Sequence[Fields]) -> int:

@@ -37,23 +37,23 @@ class SharedScale:
             return False
         packed = {part: np.empty(4, np.uint8) for part in (_GLOBAL, _FACTOR)}
         self.fill(read, packed)
-        return bool(self.of(packed).view(np.uint32) == bits.pop())
+        return bool(self.unpack(packed).view(np.uint32) == bits.pop())
 
     def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
         packed[_GLOBAL].view(np.uint32)[:] = read[0][_GLOBAL][0]
 
-    def of(self, packed: Mapping[str, Array]) -> np.float32:
+    def unpack(self, packed: Mapping[str, Array]) -> np.float32:
         """Return the source's global scale, computed from the stored numbers."""
         return np.float32(packed[_GLOBAL].view(np.float32)[0])
 
     def holds(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> bool:
         """Return whether the stored numbers give the source's global scale."""
-        found = self.of(packed).view(np.uint32)
+        found = self.unpack(packed).view(np.uint32)
         return all(bool((fields[_GLOBAL] == found).all()) for fields in read)
 
     def rebuild(self, packed: Mapping[str, Array], blank: Sequence[Fields]) -> None:
         for fields in blank:
-            fields[_GLOBAL].fill(self.of(packed).view(np.uint32))
+            fields[_GLOBAL].fill(self.unpack(packed).view(np.uint32))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class MarlinScale(SharedScale):
         packed[_GLOBAL].view(np.float32)[:] = product
         packed[_FACTOR].view(np.float32)[:] = self.layout.factor
 
-    def of(self, packed: Mapping[str, Array]) -> np.float32:
+    def unpack(self, packed: Mapping[str, Array]) -> np.float32:
         stored = float(packed[_GLOBAL].view(np.float32)[0])
         with np.errstate(over="ignore", invalid="ignore"):
             return np.float32(stored * self.layout.factor * 2.0**-self.layout.exponent)

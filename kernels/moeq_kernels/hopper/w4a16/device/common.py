@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moeq_kernels.device.caching import KEPT
+from moeq_kernels.device.caching import EVICT_LAST
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.w4a16.device import layouts, weights
@@ -238,13 +238,13 @@ def store_pair(
     kind: gl.constexpr = out.dtype.element_ty
     if epilogue.gated(EPILOGUE):
         value = epilogue.activate_gated(first, second, EPILOGUE)
-        gl.store(target + at, value.to(kind), mask=inside & below, eviction_policy=KEPT)
+        gl.store(target + at, value.to(kind), mask=inside & below, eviction_policy=EVICT_LAST)
     else:
         if epilogue.activation(EPILOGUE) != "none":
             first = epilogue.activate(first, epilogue.activation(EPILOGUE))
             second = epilogue.activate(second, epilogue.activation(EPILOGUE))
-        gl.store(target + at, first.to(kind), mask=inside & below, eviction_policy=KEPT)
-        gl.store(target + second_at, second.to(kind), mask=inside & (second_at < columns), eviction_policy=KEPT)
+        gl.store(target + at, first.to(kind), mask=inside & below, eviction_policy=EVICT_LAST)
+        gl.store(target + second_at, second.to(kind), mask=inside & (second_at < columns), eviction_policy=EVICT_LAST)
 
 
 @gluon.jit

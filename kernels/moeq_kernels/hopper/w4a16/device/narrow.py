@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moeq_kernels.device.caching import KEPT
+from moeq_kernels.device.caching import EVICT_LAST
 from moeq_kernels.hopper.compat import barrier
 from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
@@ -124,5 +124,5 @@ def expert_product_narrow(
         else:
             common.store_split(
                 one, two, out, partial, arrived, split, block, rows, row, end_row, column, second, columns, stride,
-                EPILOGUE, TOKENS, SPLITS, KEPT,
+                EPILOGUE, TOKENS, SPLITS, EVICT_LAST,
             )

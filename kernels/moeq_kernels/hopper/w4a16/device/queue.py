@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moeq_kernels.device.caching import KEPT
+from moeq_kernels.device.caching import EVICT_LAST
 from moeq_kernels.hopper.compat import barrier, reinterpret
 from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.device.barriers import ring
@@ -52,7 +52,7 @@ def _add_shares(acc, partial, arrived, item, share, shares, NOW: gl.constexpr, T
     t = gl.expand_dims(gl.arange(0, NOW, layout=gl.SliceLayout(0, layout)), 0)
     SIZE: gl.constexpr = 256 * TOKENS
     place = partial + item.to(gl.int64) * shares * SIZE + m * NOW + t
-    gl.store(place + share * SIZE, acc, eviction_policy=KEPT)
+    gl.store(place + share * SIZE, acc, eviction_policy=EVICT_LAST)
     barrier()
     done = gl.atomic_add(arrived + item, 1, sem="acq_rel", scope="gpu") == shares - 1
     if done:
@@ -75,7 +75,7 @@ def _store_down(
     at = column + ((m >> 4) & 3) * 64 + (m >> 6) * 16 + (m & 15)  # map A, see `layouts`
     place = out + (row + t).to(gl.int64) * stride + at
     inside = (at < columns) & (row + t < end_row)
-    gl.store(place, common.rounded(acc, out.dtype.element_ty), mask=inside, eviction_policy=KEPT)
+    gl.store(place, common.rounded(acc, out.dtype.element_ty), mask=inside, eviction_policy=EVICT_LAST)
 
 
 @gluon.jit

@@ -1,8 +1,8 @@
 """Direct W8A8 kernels: a MoE layer for very few tokens in two kernels, where every pair of token and expert is a tile.
 
 As in `w4a16.device.direct`, pairs are not sorted, and the down kernel starts to copy its weights while the gate-up
-kernel still runs. Every program quantises its own input: a token for the gate-up product, activations for the down
-product (the whole row for its maximum, its share of k for the codes), which costs less than two more kernels.
+kernel still runs. Every program quantises its own input, which costs less than two more kernels: it reads the whole row
+for the scale, and makes codes of its share of k.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS = gl.constexpr(8)
 
 @gluon.jit
 def _scale(value):
-    """Return the scale of a float32 row whose unused columns are zero, as in `rows`."""
+    """Return the scale of a float32 row, whose unused columns are zero; `rows._quantised` has the same formula."""
     top = gl.max(gl.abs(value), 0)
     return gl.where(top > 0.0, gl.div_rn(top, top * 0.0 + 127.0), 1.0)
 
@@ -39,7 +39,7 @@ def _scale(value):
 def _store_codes(x_buf, value, scale, STEPS: gl.constexpr):
     """Store codes `[STEPS, 128]` of float32 values as the first row of each step's operand.
 
-    Swizzling does not move the first of eight rows of 128 bytes, so it is written without it.
+    Swizzling leaves the first of eight rows of 128 bytes in place, so a plain layout writes it.
     """
     code = gl.div_rn(value, gl.zeros_like(value) + scale)
     code = (code + 12582912.0) - 12582912.0  # rounds to nearest even: the sum has no fraction bits
@@ -126,7 +126,7 @@ def few_gate_up_int8(
         arrived: int32 counters, of which to_clear are set to zero.
         count: number of steps.
         SHARE: steps per share.
-        STEPS, COLUMNS: powers of two from SHARE and hidden on.
+        STEPS, COLUMNS: powers of two, at least SHARE and hidden.
     """
     w_buf, x_buf, ready = _prepare(STAGES, STEPS, 128)
     if DEPENDENT:
@@ -196,12 +196,12 @@ def few_down_int8(
     STEPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, EPILOGUE: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Compute y[token] = sum over its choices of weight * codes of the activation of sums @ W[expert].T.
+    """Quantise the activation of sums, multiply it with W[expert].T, and sum a token's choices by weight into y.
 
     The grid is (block of ROWS columns, pair, share).
 
     Args:
-        first_desc, second_desc: twice the weights.
+        first_desc, second_desc: the weights of the down product, twice the same.
         static_scale: scale of the activations, or None as in `few_gate_up_int8`.
         sums, scales: results of `few_gate_up_int8`.
         parts: float32 `[SHARES, pairs, hidden]`.
@@ -210,7 +210,7 @@ def few_down_int8(
         w_scale, bias: `[experts, w_rows]`; biases may be None.
         count: number of steps.
         SHARE: steps per share.
-        STEPS, COLUMNS: powers of two from SHARE and columns on.
+        STEPS, COLUMNS: powers of two, at least SHARE and columns.
     """
     w_buf, x_buf, ready = _prepare(STAGES, STEPS, ROWS)
     block = gl.program_id(0)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from moeq_kernels.device.caching import KEPT
+from moeq_kernels.device.caching import EVICT_LAST
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device.barriers import ring
 from moeq_kernels.hopper.device.epilogue import activate_gated, gated
@@ -209,8 +209,8 @@ def _multiply(
             gate = gl.convert_layout(gate, wide, assert_trivial=True)
             up = gl.convert_layout(up, wide, assert_trivial=True)
             if SPLIT:
-                gl.store(target, gate, mask=mask, eviction_policy=KEPT)
-                gl.store(target + columns, up, mask=mask, eviction_policy=KEPT)
+                gl.store(target, gate, mask=mask, eviction_policy=EVICT_LAST)
+                gl.store(target + columns, up, mask=mask, eviction_policy=EVICT_LAST)
             else:
                 if not GROUPED:
                     gate = common.scaled(gate, scale, token_scale, True)
@@ -219,14 +219,14 @@ def _multiply(
                     gate += gl.expand_dims(shift, 1)
                     up += gl.expand_dims(up_shift, 1)
                 value = activate_gated(gate, up, EPILOGUE)
-                gl.store(target, value.to(out.dtype.element_ty), mask=mask, eviction_policy=KEPT)
+                gl.store(target, value.to(out.dtype.element_ty), mask=mask, eviction_policy=EVICT_LAST)
         else:
             value = acc
             if not GROUPED:
                 value = common.scaled(acc, scale, token_scale, True)
             if BIAS:
                 value += gl.expand_dims(gl.where(number == 0, shift, 0.0), 1)
-            gl.store(target, value.to(out.dtype.element_ty), mask=mask, eviction_policy=KEPT)
+            gl.store(target, value.to(out.dtype.element_ty), mask=mask, eviction_policy=EVICT_LAST)
 
 
 @gluon.jit(do_not_specialize=["steps", "blocks", "splits", "rows", "up_row", "experts", "known"])
@@ -253,7 +253,7 @@ def w8a8_product_narrow(
         scale_stride: stride between scales of groups; None if a row has one scale.
         steps: number of steps of 128 of k.
         blocks: number of blocks of columns.
-        splits: number of items that share a k.
+        splits: number of work items among which the k of a tile is divided.
         columns: number of columns of out, or of each half if gated and SPLIT.
         TOKENS: token rows per tile.
         BOX: tokens per copy.

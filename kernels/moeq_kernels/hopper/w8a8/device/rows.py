@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.device.activations import activate_gated
-from moeq_kernels.device.caching import KEPT, USUAL
+from moeq_kernels.device.caching import EVICT_LAST, NO_POLICY
 from moeq_kernels.device.numerics import float_to_e4m3, quotients, round_to, round_to_int8
 from moeq_kernels.device.routing import count_rows, list_tiles, local_experts, sorted_rows
 
@@ -107,7 +107,7 @@ def route_quantised(
             to = tl.max(tl.where(choice == i, row, -1))
             _store_scale(scales, to, scale, to >= 0, hidden, scale_stride, COLUMNS)
             target = codes + to.to(tl.int64) * stride_q + column
-            tl.store(target, code, mask=(column < hidden) & (to >= 0), eviction_policy=KEPT)
+            tl.store(target, code, mask=(column < hidden) & (to >= 0), eviction_policy=EVICT_LAST)
 
 
 @triton.jit
@@ -158,7 +158,7 @@ def requantise(
         gdc_wait()
     if DEPENDENT:
         gdc_launch_dependents()
-    policy: tl.constexpr = KEPT if ROWS == 1 else USUAL  # many kept rows would evict the weights
+    policy: tl.constexpr = EVICT_LAST if ROWS == 1 else NO_POLICY  # many kept rows would evict the weights
     for i in tl.static_range(ROWS):
         row = (first + i).to(tl.int64)
         # Unused rows are read, but not written, so the load need not wait for the number of rows.
@@ -212,5 +212,5 @@ def activate_quantised(
     value = activate_gated(gate_value, up_value, ACTIVATION, ALPHA, BETA, LIMIT)
     value = tl.where(inside, round_to(value, DTYPE, INTERPRET).to(tl.float32), 0.0)
     code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
-    tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=inside, eviction_policy=KEPT)
+    tl.store(codes + row.to(tl.int64) * stride_q + column, code, mask=inside, eviction_policy=EVICT_LAST)
     _store_scale(scales, row, scale, True, size, scale_stride, COLUMNS)
