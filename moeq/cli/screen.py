@@ -42,7 +42,7 @@ def _literal_text(text: Text) -> Text:
         return text
     ends = sorted({0, len(text), *(end for span in text.spans for end in (span.start, span.end))})
     pieces = [text[start:end] for start, end in pairwise(ends)]
-    gated = Text(style=text.style)
+    literal = Text(style=text.style)
     for piece in pieces:
-        gated.append(plain(piece.plain), style=piece.spans[0].style if piece.spans else None)
-    return gated
+        literal.append(plain(piece.plain), style=piece.spans[0].style if piece.spans else None)
+    return literal

@@ -32,7 +32,7 @@ class BackendMatrix:
 
 
 def backend_matrix(checkpoint: Checkpoint, deployment: Deployment, sizes: Sequence[int] = TP_SIZES) -> BackendMatrix:
-    """Ask about every backend at every size, in the engine's order; those work that it runs when asked for them."""
+    """Judge every backend at every size, in the engine's order; a backend works if the engine runs it by request."""
     from moeq.pipeline.plan.candidates import confirm_backends
     from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 

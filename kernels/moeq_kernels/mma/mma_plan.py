@@ -21,11 +21,12 @@ class MmaPlan:
     down_splits: int = 1
 
 
-#: (tokens per hit expert up to, tokens of a tile).
+#: Rows (largest mean of tokens per expert that gets any, token rows per tile).
 TILES = ((6.0, 8), (12.0, 16), (24.0, 32), (float("inf"), 64))
-#: The same where an expert's weights stay in the L2 cache, from which a second tile reads them.
+#: Rows for small experts: their weights stay in the L2 cache, from which a second tile reads them cheaply.
 SMALL_TILES = ((7.0, 8), (14.0, 16), (40.0, 32), (float("inf"), 64))
-SMALL_EXPERT = 1 << 24
+#: Most weights of a small expert.
+MAX_SMALL_EXPERT_WEIGHTS = 1 << 24
 #: Programs that fit a multiprocessor's registers, by tokens of a tile.
 RESIDENT = {8: 5, 16: 4, 32: 3, 64: 2}
 
@@ -42,7 +43,7 @@ def choose(
 ) -> MmaPlan:
     """Choose the plan for `pairs` routed pairs among `experts` with these packed sizes."""
     mean = tokens_per_hit(pairs, experts)
-    table = SMALL_TILES if 3 * hidden * intermediate <= SMALL_EXPERT else TILES
+    table = SMALL_TILES if 3 * hidden * intermediate <= MAX_SMALL_EXPERT_WEIGHTS else TILES
     tokens = next(size for limit, size in table if mean <= limit)
     each = stage_bytes(tokens, kind, group)
     most = RESIDENT[tokens]

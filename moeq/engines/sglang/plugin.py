@@ -1,4 +1,4 @@
-"""Entry point of the SGLang plug-in (`sglang.srt.plugins`). Its import imports no engine.
+"""Entry point of the SGLang plug-in (`sglang.srt.plugins`). Importing this module imports no engine.
 
 SGLang calls `register` in each of its processes, before options are read.
 """

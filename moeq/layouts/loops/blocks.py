@@ -36,8 +36,8 @@ def split(kind: str, rows: Array, codes: Array, scales: Array) -> None:
     """Split blocks of a type of `SCALE_BYTES` into codes and scales.
 
     `codes` is uint8 `[N, K * bits / 8]` to fill, two 4-bit codes to a byte, the first one in the low bits. Codes of
-    Q5_0 and IQ4_NL become int8, which is offset by 128, and those of Q4_0 as `q4_0_int8`. `scales` is uint8 `[N, bytes
-    of all scales]`.
+    Q5_0 and IQ4_NL become int8 offset by 128; so do codes of Q4_0 if `kind` is `q4_0_int8`. `scales` is uint8 `[N,
+    bytes of all scales]`.
     """
     if kind in _INT8:
         _loops.split_nibbles(rows, _INT8[kind], codes, scales)

@@ -1,4 +1,4 @@
-"""Arrangements of 4-bit codes as arrangements of whole bytes, and of small elements as of several at once."""
+"""Rewrite arrangements for larger elements, which loops move faster: bytes of two codes, or neighbours moved as one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moeq.layouts.arrangement import Arrangement
 
 
 @lru_cache(maxsize=64)
-def of_bytes(arrangement: Arrangement) -> Arrangement | None:
+def for_bytes(arrangement: Arrangement) -> Arrangement | None:
     """Return the arrangement for byte columns, if a word keeps each even and odd code together in one byte."""
     last = arrangement.columns[-1]
     if not arrangement.fields or last.radix != 2 or arrangement.fields[-1] != replace(last, radix=0):
@@ -21,7 +21,7 @@ def of_bytes(arrangement: Arrangement) -> Arrangement | None:
 
 
 @lru_cache(maxsize=64)
-def over_lanes(arrangement: Arrangement) -> tuple[Arrangement, int] | None:
+def for_lanes(arrangement: Arrangement) -> tuple[Arrangement, int] | None:
     """Return the arrangement for 2 or 4 neighbouring codes taken as one, and that number, if the codes stay neighbours.
 
     The two codes of a byte come from different places then, so whole lanes of bytes are shifted and merged at once.
@@ -37,7 +37,7 @@ def over_lanes(arrangement: Arrangement) -> tuple[Arrangement, int] | None:
 
 
 @lru_cache(maxsize=256)
-def over_words(arrangement: Arrangement, columns: int, width: int) -> tuple[Arrangement, int]:
+def for_words(arrangement: Arrangement, columns: int, width: int) -> tuple[Arrangement, int]:
     """Return the arrangement for runs of elements that stay neighbours, and the bytes that can be moved as one."""
     last, word = arrangement.columns[-1], arrangement.words[-1]
     if arrangement.fields or word != replace(last, radix=0):

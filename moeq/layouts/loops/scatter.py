@@ -40,7 +40,7 @@ class _Tables:
 
 def pack(arrangement: Arrangement, elements: Array, bits: int, out: Array) -> None:
     """Fill `out` (flat words) from contiguous `elements` `[rows, columns]`."""
-    lanes = nibbles.over_lanes(arrangement) if bits == 4 else None
+    lanes = nibbles.for_lanes(arrangement) if bits == 4 else None
     if lanes is not None:
         wide = _LANES[lanes[1]]
         arrangement, elements, out = lanes[0], elements.view(wide), out.view(wide)
@@ -53,7 +53,7 @@ def pack(arrangement: Arrangement, elements: Array, bits: int, out: Array) -> No
 
 def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> None:
     """Fill contiguous `out` `[rows, columns]` from flat words."""
-    lanes = nibbles.over_lanes(arrangement) if bits == 4 else None
+    lanes = nibbles.for_lanes(arrangement) if bits == 4 else None
     mask = (1 << bits) - 1
     if lanes is not None:
         wide = _LANES[lanes[1]]
@@ -68,7 +68,7 @@ def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> Non
 
 def _widened(arrangement: Arrangement, elements: Array, words: Array) -> tuple[Arrangement, Array, Array]:
     """Return the arrangement and views that take elements which stay neighbours as one, where alignment allows."""
-    wide, width = nibbles.over_words(arrangement, elements.shape[1], elements.itemsize)
+    wide, width = nibbles.for_words(arrangement, elements.shape[1], elements.itemsize)
     if width == elements.itemsize or elements.ctypes.data % width or words.ctypes.data % width:
         return arrangement, elements, words
     return wide, elements.view(f"u{width}"), words.view(f"u{width}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import llvmlite.binding as llvm
 import numpy as np
 
-#: Words of numpy's `PyArrayInterface` up to shape, strides and data, three addresses; five smaller fields are before.
+#: 64-bit words of numpy's `PyArrayInterface`; the last three are the addresses of shape, strides and data.
 INTERFACE_WORDS = 6
 
 

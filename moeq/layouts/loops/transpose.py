@@ -14,9 +14,9 @@ def copy(source: Array, out: Array) -> None:
     if not source.flags.f_contiguous or source.flags.c_contiguous:
         np.copyto(out, source)
     elif source.itemsize == 4 and out.strides[1] == 4:
-        _loops.turn_words(source.T.view(np.uint32), out.view(np.uint32))
+        _loops.copy_transposed_words(source.T.view(np.uint32), out.view(np.uint32))
     else:
-        _loops.turn(source.T, out)
+        _loops.copy_transposed(source.T, out)
 
 
 def copy_any(source: Array, out: Array) -> None:

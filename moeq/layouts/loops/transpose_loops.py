@@ -31,19 +31,19 @@ def _pair(columns, n, k):  # type: ignore[no-untyped-def]
 
 
 @loop
-def turn_words(columns, rows):  # type: ignore[no-untyped-def]
+def copy_transposed_words(columns, rows):  # type: ignore[no-untyped-def]
     whole_n, whole_k = rows.shape[0] // SIDE * SIDE, rows.shape[1] // SIDE * SIDE
     for k in range(0, whole_k, SIDE):
         for n in range(0, whole_n, SIDE):
             low, high = load_transposed(columns, n, k)
             store_each(rows, n, k, low)
             store_each(rows, n + LANES, k, high)
-    turn(columns[whole_k:], rows[:, whole_k:])
-    turn(columns[:whole_k, whole_n:], rows[whole_n:, :whole_k])
+    copy_transposed(columns[whole_k:], rows[:, whole_k:])
+    copy_transposed(columns[:whole_k, whole_n:], rows[whole_n:, :whole_k])
 
 
 @loop
-def turn(columns, rows):  # type: ignore[no-untyped-def]
+def copy_transposed(columns, rows):  # type: ignore[no-untyped-def]
     for n in range(0, rows.shape[0], SIDE):
         for k in range(0, rows.shape[1], SIDE):
             for j in range(k, min(k + SIDE, rows.shape[1])):

@@ -1,4 +1,4 @@
-"""Packing several experts with one call: what packing the first one did, recorded and done again for all."""
+"""Pack several experts with one call: record the steps that pack the first one, and replay them for the others."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from moeq.layouts import triton_kernels
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MOEQ_MXFP4, MUL_FREE, BitPermutation
 from moeq.layouts.loops import bits, hopper, marlin, scatter, transpose
-from moeq.layouts.loops.nibbles import of_bytes
+from moeq.layouts.loops.nibbles import for_bytes
 from moeq.layouts.marlin.maps import WEIGHT
 from moeq.layouts.marlin.mxfp4 import WEIGHT_PAIRS
 from moeq.layouts.parts import Part
@@ -173,7 +173,7 @@ def order_of(part: Part) -> Order | None:
         if right == columns + rows and len(right) == 2:
             return TransposedOrder(f"u{part.bits // 8}")
     if part.field == "codes" and part.bits == 4:
-        by_bytes = of_bytes(arrangement)
+        by_bytes = for_bytes(arrangement)
         return None if by_bytes is None else ScatterOrder(by_bytes, 8, "u1", part.rewrite)
     element = "u1" if part.field in ("codes", "zeros") else f"u{part.bits // 8}"
     return ScatterOrder(arrangement, part.bits, element, part.rewrite)
