@@ -9,13 +9,13 @@ import torch
 pytest.importorskip("numba")
 
 from moeq.layouts.loops import floats
-from moeq.layouts.loops.floats import Coded, Measured
+from moeq.layouts.loops.floats import CodedMatrix, MeasuredChange
 from moeq.schemes.dequantize import E2M1_VALUES
 
 ELEMENTS = ("int4", "int8", "e2m1", "e4m3")
 
 
-def drawn(element: str, seed: int, rows: int = 40) -> tuple[Coded, torch.Tensor]:
+def drawn(element: str, seed: int, rows: int = 40) -> tuple[CodedMatrix, torch.Tensor]:
     """A matrix and its values, by the definition: float32 of scale times code less zero point."""
     draw = np.random.default_rng([seed, ELEMENTS.index(element)])
     integer, bits = element.startswith("int"), 4 if element in ("int4", "e2m1") else 8
@@ -37,10 +37,12 @@ def drawn(element: str, seed: int, rows: int = 40) -> tuple[Coded, torch.Tensor]
     values = (numbers - torch.from_numpy(zeros[:, index]).double()) * torch.from_numpy(scales[:, index])
     octets = codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
     words = np.ascontiguousarray(octets).view(np.uint32)
-    return Coded(element, words, zeros, scales, index, run), values.float()
+    return CodedMatrix(element, words, zeros, scales, index, run), values.float()
 
 
-def assert_measured(change: Measured | None, values: torch.Tensor, found: torch.Tensor, block: tuple[int, int]) -> None:
+def assert_measured(
+    change: MeasuredChange | None, values: torch.Tensor, found: torch.Tensor, block: tuple[int, int]
+) -> None:
     """What was measured is what torch finds."""
     assert change is not None
     unequal, differences = found != values.double(), (found - values.double()).abs()
@@ -96,7 +98,7 @@ def test_fp8_blocks_are_rounded_once_and_measured(seed: int, element: str) -> No
     found = torch.from_numpy(out).view(torch.float8_e4m3fn).double() * torch.exp2(spread)
     index, count = np.arange(k, dtype=np.int32) // 128, -(-k // 128)
     scales = np.exp2(np.repeat(powers, 128, 0)[:n].astype(np.float64))
-    blocks = Coded("e4m3", out.view(np.uint32), np.zeros((n, count), np.uint8), scales, index, 128)
+    blocks = CodedMatrix("e4m3", out.view(np.uint32), np.zeros((n, count), np.uint8), scales, index, 128)
     change = floats.measure_codes(matrix, blocks, (128, 128))
     assert_measured(change, values, found.float().double(), (128, 128))
 
@@ -162,9 +164,11 @@ def test_halves_are_one_matrix() -> None:
     whole[0] = 0  # no change where the value is 0
     n = len(values) // 2 * 2
     for half in (slice(0, n // 2), slice(n // 2, n)):
-        part = Coded("int4", matrix.codes[half], matrix.zeros[half], matrix.scales[half], matrix.index, matrix.run)
+        part = CodedMatrix(
+            "int4", matrix.codes[half], matrix.zeros[half], matrix.scales[half], matrix.index, matrix.run
+        )
         found.append(floats.measure(part, whole[half], (1, 8), binary16=False))
-    rows = Coded("int4", matrix.codes[:n], matrix.zeros[:n], matrix.scales[:n], matrix.index, matrix.run)
+    rows = CodedMatrix("int4", matrix.codes[:n], matrix.zeros[:n], matrix.scales[:n], matrix.index, matrix.run)
     expected, halves = (
         floats.measure(rows, whole[:n], (1, 8), binary16=False),
         floats.joined(found, n, interleaved=False),

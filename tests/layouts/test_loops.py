@@ -143,13 +143,13 @@ def test_comparison_sees_every_element_whatever_the_strides(dtype: type, shape: 
     spaced = np.zeros((shape[0], 2, shape[1]), dtype)[:, 1]
     for left in (np.array(right), np.array(right, order="F"), spaced):
         left[:] = right
-        assert compare.same(left, right)
+        assert compare.equal_rows(left, right)
         for place in {(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)}:
             right[place] ^= 1
-            assert not compare.same(left, right)
+            assert not compare.equal_rows(left, right)
             right[place] ^= 1
-    assert not compare.same(right[:, :0], right)
-    assert not compare.same(right.astype(np.uint64), right)
+    assert not compare.equal_rows(right[:, :0], right)
+    assert not compare.equal_rows(right.astype(np.uint64), right)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])

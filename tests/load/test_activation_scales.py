@@ -103,7 +103,7 @@ class TestDamaged:
 
     def test_no_number(self, folder: Path) -> None:
         self.change(folder, self.name, dtype="U8", shape=[4])
-        with pytest.raises(MoeqError, match=r"is U8 \[4\], no number"):
+        with pytest.raises(MoeqError, match=r"is U8 \[4\], not one number"):
             of_layer(folder)
 
     def test_an_expert_has_none(self, folder: Path) -> None:
@@ -180,10 +180,10 @@ def test_those_of_stacked_experts(form: str, checkpoints: Path, tmp_path: Path) 
         ((1,), "F32", 3, None),
         ((3,), "F32", 3, None),
         ((3, 1), "F32", 3, None),
-        ((2,), "F32", 1, "number"),
+        ((2,), "F32", 1, "one number"),
         ((2,), "F32", 3, "3 numbers"),
         ((1,), "I32", 2, "2 numbers"),
-        ((0,), "F32", 1, "number"),
+        ((0,), "F32", 1, "one number"),
         ((2, 2), "F32", 4, "4 numbers"),
     ],
 )
@@ -196,5 +196,5 @@ def test_numbers_of_experts(shape: tuple[int, ...], dtype: str, experts: int, wh
     if what is None:
         assert _numbers(source, entry, experts).tolist() == values.float().reshape(-1).expand(experts).tolist()
         return
-    with refuses("source.bad-manifest", rf"'n\xf6' is {dtype} {list(shape)}, no {what}"):
+    with refuses("source.bad-manifest", rf"'n\xf6' is {dtype} {list(shape)}, not {what}"):
         _numbers(source, entry, experts)

@@ -23,7 +23,7 @@ from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Narrow, Int8Plan
 from moeq_kernels.launch import Launch, Schedule
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
-from moeq_kernels.sorting import Sorted, room, sort_few, sort_many
+from moeq_kernels.sorting import Sorted, allocate_sorted, sort_few, sort_many
 
 KINDS = ("few", "many", "quantised", "quantised-many")
 #: int32 zeros that calls leave behind.
@@ -71,7 +71,7 @@ def plan(kind: str, problem: Problem, tokens: int, tile: int, grain: int | None 
             w8a8.MAX_FEW_PAIRS = limit
         one = None if kind.endswith("many") else found.expert_of_row
         return Planned(Schedule(tuple(launches), arena.used), found.sorted, found.rows, one)
-    rows = room(problem, arena, pairs, tile, CLEARED)
+    rows = allocate_sorted(problem, arena, pairs, tile, CLEARED)
     copied = arena.take(problem.dtype, pairs, problem.hidden) if copy else None
     if kind == "few":
         launches = sort_few(problem, piece, rows, tile, grain, copied)
