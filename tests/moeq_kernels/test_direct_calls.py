@@ -214,7 +214,7 @@ def placed(kind: str, index: int, address: int) -> Any:
 
 def test_queued_launches_are_bound_once_for_each_device(entered: list[Any], cuda_tensors: dict[str, list[Any]]) -> None:
     one, launches = launch(), [launch()]
-    found = queued.Queued(launches, ("messages", "nodes"))
+    found = queued.QueuedLaunches(launches, ("messages", "nodes"))
     assert found.launches == (one,)
     for index in (0, 1, 0, 1):
         found.run(placed("cuda", index, 0x1000), placed("cuda", index, 0x2000))
@@ -233,7 +233,7 @@ def test_queued_launches_go_through_triton_elsewhere(
 ) -> None:
     """On CPUs and AMD GPUs, and where an address is no multiple of 16, for which nothing is compiled."""
     tensors = placed(kind, index, 0x1000), placed(kind, index, address)
-    queued.Queued([launch()], ("messages", "nodes")).run(*tensors)
+    queued.QueuedLaunches([launch()], ("messages", "nodes")).run(*tensors)
     assert cuda_tensors["triton"] == [((launch(),), {"messages": tensors[0], "nodes": tensors[1]})]
     assert cuda_tensors["bound"] == cuda_tensors["run"] == []
 
