@@ -156,7 +156,7 @@ def test_an_expert_map_is_handed_over_as_int32() -> None:
 def test_launches_are_planned_once_for_a_number_of_tokens(entered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(cuda, "Bound", lambda *given: made.append(given) or Bound())
-    monkeypatch.setattr(prepared, "KEPT", 2)
+    monkeypatch.setattr(prepared, "MAX_KEPT_COUNTS", 2)
     layer = layer_of()
     program = layer._program
     for count in (3, 4, 3, 5, 4, 3):
