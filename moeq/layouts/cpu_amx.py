@@ -232,6 +232,7 @@ class CpuAmxMXFP4Interleaved(CpuAmxMXFP4):
     id = "cpu-amx-mxfp4-interleaved/1"
     title = "CPU AMX MXFP4, gate and up interleaved (gpt-oss on vLLM)"
     readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",), only=Only(activation="swigluoai")),)
+    slicing = "N by 32 (16 per half of w13), K by 32"
     w13_order: ClassVar[W13Order] = "interleaved"
     weight_maps = (_MXFP4_WEIGHT_PAIRS, _MXFP4_WEIGHT)
     scale_maps = (_MXFP4_SCALE_PAIRS, _PER_GROUP)

@@ -19,7 +19,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MUL_FREE
 from moeq.layouts.marlin.maps import WEIGHT
 from moeq.layouts.registry import get_layout
-from moeq.layouts.words import pack_words, unpack_words
+from moeq.layouts.words import block_sums, pack_words, take_columns, unpack_words
 from moeq.matrix import MatrixSpec
 
 pytest.importorskip("numba")
@@ -200,7 +200,6 @@ def test_without_numba_everything_goes_through_torch() -> None:
 import sys
 sys.modules["numba"] = None
 import torch
-from moeq.layouts import words
 from moeq.layouts.marlin.maps import WEIGHT
 words.COMPILED_FROM = 0
 assert not words.have_numba()
@@ -238,3 +237,22 @@ def test_negative_zeros_are_told_and_put_back(shape: tuple[int, int], lie: str) 
     flags[0, 0] ^= 4
     assert not columns.lacks_negative_zeros(given, without)
     assert not columns.are_negative_zeros(given, flags)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 4), (3, 12), (70, 256), (130, 520)])
+def test_columns_that_are_taken_and_summed(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(n)
+    codes = torch.randint(256, (n, k), generator=generator, dtype=torch.uint8)
+    order = torch.randperm(k, generator=generator)
+    wide = torch.stack([codes, codes], dim=2)[:, :, 0]  # columns that do not follow each other in memory
+    wanted = torch.tensor([[row[place] for place in order.tolist()] for row in codes.tolist()], dtype=torch.uint8)
+    for least in (0, 1 << 40):
+        monkeypatch.setattr("moeq.layouts.words.COMPILED_FROM", least)
+        for given_codes in (codes, wide):
+            assert torch.equal(take_columns(given_codes, order), wanted)
+            assert torch.equal(take_columns(given_codes, order.to(torch.int32)), wanted)
+            for block in (2, 4, k):
+                sums = block_sums(given_codes, block)
+                found = [[sum(row[at : at + block]) for at in range(0, k, block)] for row in codes.tolist()]
+                assert sums.dtype == torch.int32
+                assert sums.tolist() == found

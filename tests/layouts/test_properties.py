@@ -45,7 +45,6 @@ def ready(layout: Layout, matrix: QuantizedMatrix) -> Layout:
     return layout if found is None else layout.with_calibration(found)
 
 
-@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", EXACT)
 def test_unpack_is_the_inverse_of_pack_at_uneven_sizes(layout_id: str) -> None:
     layout = get_layout(layout_id)
@@ -129,7 +128,6 @@ def test_compiled_and_torch_loops_and_reused_buffers_give_the_same_bytes(
 # -------------------------------------------------------------------------------------------------- slices
 
 
-@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", EXACT)
 def test_a_slice_of_the_whole_is_the_layout_of_the_slice(layout_id: str) -> None:
     layout = get_layout(layout_id)

@@ -203,6 +203,21 @@ def test_int8_zero_points_of_any_stored_type_are_not_lost(dtype: torch.dtype) ->
     assert torch.equal(found.zeros.int(), zeros.int())
 
 
+@pytest.mark.parametrize(("bits", "stored"), [(4, [0, 1, 15, 15]), (8, [0, 0, 255, 14])])
+def test_zero_points_that_do_not_fit_wrap_and_carry_within_their_byte(bits: int, stored: list[int]) -> None:
+    """As in the engine: two int4 zero points share a byte, where a 16 adds one to its neighbour; int8's do not."""
+    layout = get_layout("triton-wna16/1", allow_lossy=True)
+    spec = MatrixSpec("w2", 4, 64, f"int{bits}", 64, "f16", symmetric=False)
+    zeros = torch.tensor([[1 << bits], [0], [(1 << bits) - 1], [14]], dtype=torch.int16)
+    matrix = QuantizedMatrix(spec, torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 1, dtype=torch.float16), zeros)
+    assert layout.losses(matrix) == 1
+    if bits == 4:
+        matrix.zeros[3] = 15  # type: ignore[index]
+    found = layout.unpack(layout.pack(matrix), spec)
+    assert found.zeros is not None
+    assert found.zeros.flatten().tolist() == stored
+
+
 @pytest.mark.parametrize("layout_id", ["marlin-nvfp4/1", "cutlass-nvfp4/1", "trtllm-nvfp4/1"])
 def test_nvfp4_has_groups_of_16_and_no_others(layout_id: str) -> None:
     spec = MatrixSpec("w2", 256, 256, "e2m1", 16, "e4m3")

@@ -143,6 +143,8 @@ def test_without_numba_no_loop_is_compiled(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(words.use_compiled(size), words.use_cached(size)) for size in (3, 4, 7, 8)] == [
         (False, False), (False, True), (False, True), (True, True),
     ]  # fmt: skip
+    asked = [words._compiled(wanted, size) for wanted in (None, True, False) for size in (7, 8)]
+    assert asked == [False, True, True, True, False, False]
     with pytest.raises(KeyError):
         words.word_dtype(12)
     dtypes = [words.word_dtype(bits) for bits in (8, 16, 32, 64)]

@@ -15,11 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import moeq
+from moeq.checkpoint.manifest import LayerEntry, MatrixEntry
+from moeq.checkpoint.names import index_experts
 from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
 from moeq.layouts.parts import torch_dtype
-from moeq.load.activation_scales import ActivationScales, _numbers, activation_scales
+from moeq.load.activation_scales import ActivationScales, _numbers, activation_scales, stored_scales
 from moeq.load.torch_loader import layer_entry, open_converted
+from moeq.matrix import MatrixSpec
 from moeq.prove.restore import restore
 from moeq.prove.verify import verify
 from moeq.transcode.transcode import transcode
@@ -198,3 +201,38 @@ def test_numbers_of_experts(shape: tuple[int, ...], dtype: str, experts: int, wh
         return
     with refuses("source.bad-manifest", rf"'n\xf6' is {dtype} {list(shape)}, not {what}"):
         _numbers(source, entry, experts)
+
+
+@pytest.mark.parametrize(
+    ("part", "gated", "w13", "w2"),
+    [
+        ("input_scale", True, [[1, 4], [2, 5], [4, 8]], [2, 4, 8]),
+        ("input_scale", False, [[4], [5], [8]], [2, 4, 8]),
+        ("input_global_scale", False, [[0.25], [0.2], [0.125]], [0.5, 0.25, 0.125]),
+    ],
+)
+def test_the_scales_of_every_projection(part: str, gated: bool, w13: object, w2: object, tmp_path: Path) -> None:
+    numbers = {"gate_proj": (1, 2, 4), "up_proj": (4, 5, 8), "down_proj": (2, 4, 8)}
+    names = {
+        f"model.layers.3.mlp.experts.{expert}.{name}.{part}": torch.tensor([float(number)])
+        for name, of_experts in numbers.items()
+        for expert, number in enumerate(of_experts)
+        if gated or name != "gate_proj"
+    }
+    (tmp_path / "config.json").write_text("{}")
+    save_file(names, tmp_path / "model.safetensors")
+    source = LocalSource(tmp_path, "it")
+    (stored,) = index_experts({name: source.entry(name) for name in names})
+    specs = {
+        "w13": MatrixSpec("w13", 4, 2, "e2m1", 2, "e4m3", gated=gated),
+        "w2": MatrixSpec("w2", 2, 4, "e2m1", 4, "e4m3"),
+    }
+    matrices = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
+    entry = LayerEntry(3, "model.layers.3.mlp.experts", 3, "x/1", matrices)  # type: ignore[arg-type]
+    found = stored_scales(source, stored, entry)
+    assert found is not None
+    assert found.w13.tolist() == torch.tensor(w13, dtype=torch.float32).tolist()
+    assert found.w2.tolist() == w2
+    assert found.part == part
+    with refuses("source.missing-part", f"layer 3: 3 of 4 experts have {part} of {'gate' if gated else 'up'}"):
+        stored_scales(source, stored, replace(entry, num_experts=4))
