@@ -67,6 +67,25 @@ def test_a_changed_bias_is_a_difference(checkpoints, tmp_path) -> None:
     assert row.first.text.startswith("bias [2]: ")
 
 
+def test_the_last_column_beside_a_bias_is_none(checkpoints, tmp_path) -> None:
+    source = checkpoints / "mxfp4-gptoss"
+    name = "model.layers.1.mlp.experts.down_proj_blocks"
+
+    def change(tensors: Tensors) -> Tensors:
+        blocks = tensors[name].clone()
+        blocks[3, 5, -1, -1] ^= 0x80  # the sign of the last column, of two to a byte
+        return tensors | {name: blocks}
+
+    shutil.copytree(source, tmp_path / "other")
+    path = tmp_path / "other" / "model-00002-of-00002.safetensors"
+    tensors = change(load_file(path))
+    save_file(tensors, path, {"format": "pt"})
+    (row,) = diff(source, tmp_path / "other").differing
+    columns = 32 * tensors[name].shape[2]
+    assert (row.name, row.first.row, row.first.column) == ("layer 1 expert 3 down", 5, columns - 1)
+    assert row.first.left == -row.first.right != 0
+
+
 def test_a_difference_from_zero_has_no_relative_size(checkpoints, tmp_path) -> None:
     def zero(tensors: Tensors) -> Tensors:
         return tensors | {f"{DOWN}.weight": torch.zeros_like(tensors[f"{DOWN}.weight"])}

@@ -24,6 +24,7 @@ from moeq.pipeline.convert import convert
 from moeq.prove.parity import ParityUnit, parity
 from moeq.prove.parity import _compare as compare
 from moeq.prove.parity import _converted_units as converted_units
+from moeq.prove.parity import _packed as packed_parts
 from moeq.prove.parity import _sampled as sampled
 from moeq.prove.parity import _source_units as source_units
 from moeq.prove.parity_vllm import PACKERS, EngineCode, ParityExperts, find_engine
@@ -118,6 +119,21 @@ def test_every_rank_is_compared_with_the_same_sample(tp, ranks, checkpoints, tmp
     ):
         units = [(one.layer, one.rank, one.experts, one.intermediate.start, one.intermediate.stop) for one in found]
         assert units == wanted
+
+
+def test_experts_of_a_rank_are_its_rows(checkpoints, tmp_path) -> None:
+    """A rank that holds experts from 1 on has expert 2 in row 1."""
+    convert(
+        checkpoints / "mxfp4-gptoss", tmp_path / "out", Deployment(gpu=A100), layout="marlin-mxfp4/1", force_layout=True
+    )
+    opened = moeq.open(tmp_path / "out")
+    unit = replace(next(converted_units(opened, 1)), experts=(2,), first=1)
+    found = packed_parts(opened, unit, "w2", 2, opened.matrix(0, 2, "w2"))
+    names = unit.matrices["w2"].tensors
+    assert found.keys() == names.keys()
+    for part, name in names.items():
+        row = opened.source.read_row(opened.source.entry(name), 1)
+        assert flat_bytes(found[part]).tolist() == flat_bytes(row).tolist()
 
 
 class Engine:
