@@ -285,6 +285,7 @@ class TestEvents:
         log.write("started")
         log.write("finished")
         log.close()
+        assert log._fd == -1
         assert told == ["no more events are written: No space left on device"]
 
 

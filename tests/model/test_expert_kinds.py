@@ -57,6 +57,18 @@ def test_numbers_of_experts() -> None:
     assert (caught.value.code, caught.value.message) == ("source.incomplete-experts", text)
 
 
+def test_sets_of_experts_are_runs_of_one_size() -> None:
+    def sized(*sizes: int) -> Experts:
+        return experts({f"{number}.{name}.weight": (16, size) if name == "w2" else (size, 16)
+                        for number, size in enumerate(sizes) for name in ("w1", "w2", "w3")})  # fmt: skip
+
+    assert sized(8, 8, 8, 4, 4).sets == (range(3), range(3, 5))
+    assert sized(8, 4, 4, 4, 2).sets == (range(1), range(1, 4), range(4, 5))
+    assert sized(8, 8, 8).sets == (range(3),)
+    assert sized(8, 4, 8, 4).sets == (range(4),)  # they alternate
+    assert sized(8, 8, 8, 4, 4).set_text == "experts 0-2 have 8 intermediate features, 3-4 have 4"
+
+
 def test_experts_that_are_not_there() -> None:
     found = experts({f"{number}.{name}.weight": (8, 16) for number in (0, 1) for name in ("w1", "w3")})
     for expert in (-1, 2):

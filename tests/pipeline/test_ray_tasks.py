@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from moeq import __version__
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
@@ -19,7 +23,7 @@ from moeq.pipeline.run import ray_cluster, ray_executor
 from moeq.pipeline.run.ray_cluster import RETRIES, Node, Task, Token
 from moeq.pipeline.run.ray_executor import RayExecutor, RemoteJob
 from moeq.pipeline.run.workers import Executed, Written
-from moeq.pipeline.state.folder import WorkFolder
+from moeq.pipeline.state.folder import WORK_PREFIX, WorkFolder
 from moeq.pipeline.state.stamps import job_stamp
 
 ray = pytest.importorskip("ray")
@@ -204,6 +208,138 @@ def test_what_ends_the_process_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) 
     finally:
         signal.signal(signal.SIGTERM, before)
     assert asked == {"address": None, "log_to_driver": False, "logging_level": "ERROR", "include_dashboard": False}
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_cluster_that_the_command_has_joined_is_left_again(
+    running: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[Any] = []
+    fake = SimpleNamespace(is_initialized=lambda: running, shutdown=lambda: told.append("left"))
+    fake.init = lambda **options: (told.append(options["address"]), print("a word of Ray's"))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with ray_cluster.connected("auto") as found:
+        assert found is fake
+        told.append("joined")
+    with suppress(ZeroDivisionError), ray_cluster.connected("auto"):
+        raise ZeroDivisionError
+    assert told == (["joined"] if running else ["auto", "joined", "left", "auto", "left"])
+    assert capsys.readouterr().out == ""
+
+
+#: Ids of nodes.
+ONE, TWO = "1" * 56, "2" * 56
+
+
+class Nodes:
+    """Nodes that each look for themselves, with what one of them is not to see."""
+
+    exceptions = ray.exceptions
+
+    def __init__(self, blind: str = "", lost: tuple[str, ...] = (), silent: tuple[str, ...] = ()) -> None:
+        self.blind, self.lost, self.silent = blind, lost, silent
+
+    def remote(self, **options: Any) -> Callable[[Callable[[], Any]], Any]:
+        assert options == {"num_cpus": 0, "max_retries": 0}
+
+        def of(look: Callable[[], Any]) -> Any:
+            def options(scheduling_strategy: Any) -> Any:
+                assert scheduling_strategy.soft is False
+                return SimpleNamespace(remote=lambda: (scheduling_strategy.node_id, look))
+
+            return SimpleNamespace(options=options)
+
+        return of
+
+    def wait(self, asked: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        assert (num_returns, timeout > 0) == (len(asked), True)
+        return [one for one in asked if one[0] not in self.silent], [one for one in asked if one[0] in self.silent]
+
+    def get(self, reference: Any) -> Any:
+        node, look = reference
+        if node in self.lost:
+            raise LOST
+        seen, installed = look()
+        return (seen and node != self.blind), installed
+
+
+@pytest.mark.parametrize(
+    ("nodes", "version", "said"),
+    [
+        (Nodes(), None, None),
+        (Nodes(lost=(TWO,)), None, None),  # it has just left the cluster
+        (Nodes(lost=(ONE, TWO)), None, "no Ray node can run a task: one: "),
+        (Nodes(blind=TWO), None, "1 problems on 2 Ray nodes: two does not see"),
+        (Nodes(silent=(ONE,)), None, "1 problems on 2 Ray nodes: one does not answer\n"),
+        (Nodes(), "9.9.9", "2 problems on 2 Ray nodes: one .*; two "),
+        (Nodes(lost=(TWO,), silent=(ONE,)), None, "1 problems on 2 Ray nodes: one does not answer\n"),
+    ],
+)
+def test_every_node_looks_for_the_token_and_moeq(
+    nodes: Nodes, version: str | None, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"moeq": "1.2.3"}[name])
+    found = [Node(ONE, "one", 1 << 30), Node(TWO, "two", 1 << 30)]
+    with ray_cluster.token_in(tmp_path) as token:
+        if said is None:
+            ray_cluster.check_nodes(nodes, found, token, "1.2.3")
+            return
+        with pytest.raises(MoeqError, match=said) as caught:
+            ray_cluster.check_nodes(nodes, found, token, version or "1.2.3")
+    empty = said.startswith("no Ray")
+    assert caught.value.code == ("environment.ray-empty" if empty else "environment.ray-nodes")
+    assert caught.value.hint == "ray status" if empty else f"{tmp_path} has to be" in str(caught.value.hint)
+
+
+def test_a_node_waits_for_the_token_and_may_lack_moeq(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, token = [0.0], Token(str(tmp_path / "token"), "word")
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 4:
+            (tmp_path / "token").write_text("word")
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    with pytest.raises(MoeqError, match="1 problems on 1 Ray nodes: one has no moeq\n"):
+        ray_cluster.check_nodes(Nodes(), [Node(ONE, "one", 1)], token, "1.2.3")
+    assert 4 < now[0] < 5
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3")
+    (tmp_path / "token").write_text("words")
+    monkeypatch.setattr(ray_cluster, "_VISIBLE_SECONDS", 0.0)
+    with pytest.raises(MoeqError, match="1 problems on 1 Ray nodes: one does not see"):
+        ray_cluster.check_nodes(Nodes(), [Node(ONE, "one", 1)], token, "1.2.3")
+
+
+def test_an_executor_has_checked_its_nodes_and_made_paths_absolute(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    @contextmanager
+    def connected(address: str | None) -> Iterator[Any]:
+        told.append(address)
+        yield Here()
+
+    def check_nodes(_ray: Any, nodes: list[Node], token: Token, version: str) -> None:
+        told.append(([one.id for one in nodes], Path(token.path).parent, version))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_cluster, "connected", connected)
+    monkeypatch.setattr(ray_cluster, "check_nodes", check_nodes)
+    with ray_executor.ray_executor(job, Path(), "10.0.0.1:6379", refuse) as executor:
+        remote = executor._remote
+        assert remote.folder == str(tmp_path)
+        assert (remote.digest, remote.reread) == (job.plan.digest, False)
+        (path,) = tmp_path.iterdir()
+        assert Path(remote.token.path) == path
+        assert path.name.startswith(WORK_PREFIX)
+    assert told == ["10.0.0.1:6379", (["1"], tmp_path, __version__)]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

@@ -153,6 +153,28 @@ def test_heads_of_another_width_than_the_config_says(changes: dict[str, Any], sa
     assert bool(said) is bool(found)
 
 
+@pytest.mark.parametrize("model", ["Olmoe", "Qwen2Moe"])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"head_dim": 99}, ""),
+        ({"num_attention_heads": 4}, "k_proj has 128 features, and the engine creates 256"),
+        ({"num_key_value_heads": 8}, "k_proj has 128 features, and the engine creates 256"),
+        ({"num_attention_heads": None}, ""),
+    ],
+)
+def test_heads_that_divide_the_hidden_size(changes: dict[str, Any], said: str, model: str, tmp_path: Path) -> None:
+    """These classes read no head_dim: with a hidden size of 256, eight heads have 32 features each."""
+    assert stored.HIDDEN == 256
+    made = attention(q=stored.plain(256, 256), **dict.fromkeys("kv", stored.plain(128, 256)), o=stored.plain(256, 256))
+    config = {**FP8, "ignored_layers": [ROUTER, *(f"{ATTENTION}.{name}_proj" for name in "qkvo")]}
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, **changes}
+    found = refusal(tmp_path / "made", config, {}, model, more=made, sizes=sizes)
+    assert said in found
+    assert bool(said) is ("and the engine creates" in found)
+
+
 AUTO_ROUND: dict[str, Any] = {
     "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq",
 }  # fmt: skip

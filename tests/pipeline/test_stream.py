@@ -5,15 +5,21 @@ from __future__ import annotations
 import errno
 import shutil
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import moeq
+from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.hub_errors import explain
 from moeq.errors import ExitCode, MoeqError
-from moeq.pipeline.run.streaming import require_space, schedule
+from moeq.pipeline.events import Fetching
+from moeq.pipeline.run.streaming import require_space, require_streamable, schedule, streamed
 
 SIZES = {f"f{number}": 10 for number in range(12)}
 
@@ -112,3 +118,72 @@ def test_steps_are_possible_and_complete(needs: list[frozenset[str]]) -> None:
     assert not held
     assert peak == plan.peak_bytes
     assert plan.fetched_bytes == 10 * len(fetched)
+
+
+class Repository(HubSource):
+    """A repository of three files, which a stream of its own fetches and drops."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = tuple(SimpleNamespace(name=f"f{n}", size=10 + n) for n in range(3))  # type: ignore[assignment]
+        self.told: list[object] = []
+        self.folder = folder
+
+    def stream_into(self, folder: Path, pieces: Path) -> Any:
+        self.told.append(("into", folder, pieces))
+        return self
+
+    def keep_only(self, names: set[str]) -> None:
+        self.told.append(("keep", sorted(names)))
+
+    def fetch(self, name: str) -> None:
+        self.told.append(("fetch", name))
+
+    def drop(self, name: str) -> None:
+        self.told.append(("drop", name))
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+def unit(*files: str) -> Any:
+    return SimpleNamespace(inputs=frozenset(files))
+
+
+def test_files_come_before_their_units_and_go_after_them(tmp_path: Path) -> None:
+    source, units = Repository(tmp_path), [unit("f0", "f1"), unit("f1"), unit("f0")]
+    folder: Any = SimpleNamespace(work=lambda name: tmp_path / name, pieces=tmp_path / "pieces")
+    told = source.told
+    with streamed(source, folder, told.append) as batches:
+        for batch in batches(units):
+            told.append([units.index(one) for one in batch])
+    assert told == [
+        ("into", tmp_path / "source", tmp_path / "pieces"),
+        ("keep", ["f0", "f1"]),  # f2 is of an earlier run
+        *[Fetching("f0", 10), ("fetch", "f0")],
+        *[[2], Fetching("f1", 11), ("fetch", "f1"), [0, 1]],
+        *[("drop", "f0"), ("drop", "f1")],
+        "close",
+    ]
+
+
+def test_what_was_fetched_stays_where_the_work_ends_early(tmp_path: Path) -> None:
+    source = Repository(tmp_path)
+    folder: Any = SimpleNamespace(work=lambda name: tmp_path / name, pieces=tmp_path)
+    with suppress(KeyboardInterrupt), streamed(source, folder, lambda _: None) as batches:
+        next(iter(batches([unit("f2")])))
+        raise KeyboardInterrupt
+    assert source.told[1:] == [("keep", ["f2"]), ("fetch", "f2")]
+
+
+def test_a_folder_and_a_cluster_cannot_be_streamed(checkpoints: Path, tmp_path: Path) -> None:
+    repository = Repository(tmp_path)
+    assert require_streamable(repository) is repository
+    local = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe").source
+    for source, executor, said, hint in (
+        (repository, "ray", "cannot be combined with", "on several machines"),
+        (local, "local", "gptq-int4-g32-qwen3moe is on disk already", "leave out "),
+    ):
+        with pytest.raises(MoeqError, match=said) as caught:
+            require_streamable(source, executor)
+        assert caught.value.code == "usage.stream-source"
+        assert hint in str(caught.value.hint)
