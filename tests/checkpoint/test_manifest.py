@@ -15,6 +15,7 @@ import moeq
 from moeq.checkpoint.manifest import (
     MANIFEST_NAME,
     CopiedLayer,
+    FileDigest,
     LayerEntry,
     Manifest,
     MatrixEntry,
@@ -100,6 +101,32 @@ def test_only_a_manifest_with_digests_of_files_has_a_seal() -> None:
     assert "seal" not in manifest().to_json()
     document = dataclasses.replace(manifest(), files={}).to_json()
     assert document.pop("seal") == seal(document)
+
+
+@pytest.mark.parametrize("name", ["../up", "/root", "a//b", "a\0b"])
+@pytest.mark.parametrize("field", ["file", "files", "missing", "copied", "stripped", "digests"])
+def test_no_name_leads_out_of_the_folder(field: str, name: str, tmp_path) -> None:
+    if field == "digests":
+        damaged = dataclasses.replace(manifest(), files={name: FileDigest(1, "00")})
+    else:
+        value = name if field == "file" else (name,)
+        damaged = dataclasses.replace(manifest(), restore=RestoreEntry(**{"file": "data", field: value}))
+    folder = write(tmp_path, damaged.to_json())
+    with pytest.raises(MoeqError) as caught:
+        read_manifest(folder)
+    assert caught.value.code == "source.unsafe-path"
+
+
+def test_files_that_are_kept_apart_are_told_apart(tmp_path) -> None:
+    """The same name may be copied and left out, but no list has it twice."""
+    for first, second, good in (("files", "missing", False), ("copied", "stripped", False), ("files", "copied", True)):
+        entry = RestoreEntry(**{"file": "data", first: ("one",), second: ("ONE",)})
+        folder = write(tmp_path, dataclasses.replace(manifest(), restore=entry).to_json())
+        if good:
+            assert read_manifest(folder).restore == entry
+            continue
+        with pytest.raises(MoeqError, match="one file on systems that ignore case"):
+            read_manifest(folder)
 
 
 def test_a_missing_layer_names_those_there_are() -> None:

@@ -277,6 +277,8 @@ class TestEvents:
             assert threading.active_count() == before + 1
             raise KeyboardInterrupt
         assert threading.active_count() == before
+        assert report._log is not None
+        assert report._log._fd == -1
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
     def test_a_full_disk_stops_the_events_and_not_the_work(self) -> None:
