@@ -88,7 +88,7 @@ def test_declarations_that_are_none(table: Any, said: str) -> None:
 )
 def test_methods_are_short_printable_names(table: Any, method: str | None) -> None:
     if method is None:
-        with pytest.raises(MoeqError, match="quant_method is .*, expected a name"):
+        with pytest.raises(MoeqError, match=r"quant_method is .*, expected a name"):
             find_declaration({"quantization_config": table}, {})
         return
     found, _ = find_declaration({"quantization_config": table}, {})
