@@ -82,7 +82,7 @@ def writer(tensors: dict[str, dict[str, Tensor]]) -> Writer:
         written=SPECS,
         padding=PaddingPlan(marlin().padding, SPECS["w13"], SPECS["w2"], SPECS["w13"], SPECS["w2"]),
         intermediate=Range(0, INTERMEDIATE),
-        first=True,
+        adds_w2_bias=True,
         tensors=tensors,
         experts=tuple(range(EXPERTS)),
         num_experts=EXPERTS,

@@ -16,7 +16,7 @@ from moeq_kernels.queued import QueuedLaunches
 #: Bytes of a chunk, the leaf of a tree.
 CHUNK = 1024
 
-#: Multiple of a message's bytes in memory.
+#: Bytes of a block; a message takes whole blocks in memory.
 BLOCK = 64
 
 
@@ -29,7 +29,8 @@ def digests(messages: Tensor, length: int) -> Tensor:
     """
     fits = messages.dim() == 2 and messages.dtype == torch.uint8 and messages.is_contiguous()
     if not fits or messages.shape[1] % BLOCK or not 0 <= length <= messages.shape[1] or not messages.shape[1]:
-        raise KernelArgumentError(f"{length} bytes of {messages.dtype} {list(messages.shape)} are no messages")
+        given = f"{messages.dtype} {list(messages.shape)}"
+        raise KernelArgumentError(f"{given} does not hold messages of {length} bytes in blocks of {BLOCK}")
     count, stride = messages.shape
     queued, nodes = planned(count, stride, length)
     found = torch.empty(nodes, dtype=torch.int32, device=messages.device)

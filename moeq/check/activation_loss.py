@@ -41,7 +41,9 @@ class ActivationLoss:
     def __init__(self, inputs: Inputs, width: int, dtype: torch.dtype, groups: tuple[int, int]) -> None:
         self._inputs, self._dtype, self._groups = inputs, dtype, groups
         shape = (inputs.x.shape[0], width)
-        self._exact, self._quantised = (torch.zeros(shape, dtype=torch.float64, device=inputs.x.device) for _ in "12")
+        self._exact, self._quantised = (
+            torch.zeros(shape, dtype=torch.float64, device=inputs.x.device) for _ in range(2)
+        )
         self._experts: list[ExpertError] = []
 
     def add(self, number: int, expert: Expert, combine: Combine, tokens: Tensor, slots: Tensor) -> None:

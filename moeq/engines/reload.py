@@ -16,7 +16,7 @@ from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.checkpoint.names import FUSED, index_experts
 from moeq.errors import MoeqError
-from moeq.load.rank_reading import holds
+from moeq.load.rank_reading import equals_stored
 from moeq.load.ranks import RankPart, plan_places, plan_rank
 from moeq.load.refill import refill_experts
 from moeq.load.torch_loader import layer_entry, open_converted, uneven_unit
@@ -159,7 +159,7 @@ class FolderReload:
     def take(self, name: str, tensor: Tensor) -> None:
         """Note that a stacked tensor has come. Raises MoeqError `usage.reload` if it is not the folder's."""
         source = self._folder.source
-        if not self._from_path and not (name in source.tensors and holds(source, name, tensor)):
+        if not self._from_path and not (name in source.tensors and equals_stored(source, name, tensor)):
             raise MoeqError(
                 "usage.reload",
                 f"{name} is not the tensor of {source.name}, and a stacked tensor does not say how it is packed",

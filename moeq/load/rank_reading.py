@@ -34,7 +34,7 @@ PAGE = 4096
 READERS = 8
 
 #: Bytes that a thread reads at a time: enough for a copy engine, little compared with a layer.
-STAGE = 4 << 20
+STAGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def read_experts(
     def reader(fd: int) -> Read:
         return lambda target, start: source.read_into(fd, target.data, offset + start, entry.file)
 
-    _by_pieces(source, entry.file, out, STAGE, reader)
+    _by_pieces(source, entry.file, out, STAGE_BYTES, reader)
     return found
 
 
@@ -194,11 +194,11 @@ def read_shards(
 
         return read
 
-    _by_pieces(source, entry.file, found.view(-1).view(torch.uint8), kept * max(1, STAGE // kept), reader)
+    _by_pieces(source, entry.file, found.view(-1).view(torch.uint8), kept * max(1, STAGE_BYTES // kept), reader)
     return found
 
 
-def holds(source: Source, name: str, tensor: Tensor) -> bool:
+def equals_stored(source: Source, name: str, tensor: Tensor) -> bool:
     """Return whether a tensor has the shape and the bytes of the stored tensor `name`."""
     import numpy as np
     import torch
@@ -210,7 +210,7 @@ def holds(source: Source, name: str, tensor: Tensor) -> bool:
     different: list[int] = []
 
     def reader(fd: int) -> Read:
-        stored = np.empty(min(STAGE, len(given)), dtype=np.uint8)
+        stored = np.empty(min(STAGE_BYTES, len(given)), dtype=np.uint8)
 
         def compare(piece: Bytes, start: int) -> None:
             window = stored[: len(piece)]
@@ -221,7 +221,7 @@ def holds(source: Source, name: str, tensor: Tensor) -> bool:
 
         return compare
 
-    _by_pieces(source, entry.file, given, STAGE, reader)
+    _by_pieces(source, entry.file, given, STAGE_BYTES, reader)
     return not different
 
 
@@ -254,7 +254,7 @@ def _by_pieces(
     staged = out.device.type != "cpu" if staged is None else staged
     starts = range(0, len(out), stage)
 
-    def carry(mine: range) -> None:
+    def read_share(mine: range) -> None:
         buffer = torch.empty(min(stage, len(out)), dtype=torch.uint8, pin_memory=stream is not None) if staged else None
         with torch.cuda.stream(stream), closing_fd(source.open(file)) as fd:
             read = reader(fd)
@@ -269,7 +269,7 @@ def _by_pieces(
 
     shares = [starts[number::READERS] for number in range(min(READERS, len(starts)))]
     if len(shares) < 2:
-        carry(starts)
+        read_share(starts)
         return
     with ThreadPoolExecutor(len(shares)) as pool:
-        list(pool.map(carry, shares))
+        list(pool.map(read_share, shares))

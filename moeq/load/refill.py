@@ -13,7 +13,7 @@ from moeq.checkpoint.manifest import LayerEntry, StackedRole
 from moeq.layouts.base import check_index_parts
 from moeq.layouts.parts import torch_dtype
 from moeq.layouts.registry import get_layout
-from moeq.load.rank_reading import READERS, STAGE
+from moeq.load.rank_reading import READERS, STAGE_BYTES
 from moeq.load.ranks import RankPart
 from moeq.load.torch_loader import read_parts
 
@@ -47,7 +47,7 @@ def refill_experts(
     device = next(iter(targets["w2"].values())).device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     size = max(1, sum(tensor.nbytes for parts in targets.values() for tensor in parts.values()) // max(count, 1))
-    step = max(1, min(STAGE, SCRATCH_BYTES) // size)
+    step = max(1, min(STAGE_BYTES, SCRATCH_BYTES) // size)
     readers = max(1, min(READERS, SCRATCH_BYTES // (step * size), -(-count // step)))
     free: SimpleQueue[Tensors] = SimpleQueue()
     for _ in range(readers):

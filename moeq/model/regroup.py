@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def regroup_problem(spec: MatrixSpec, group: int) -> str | None:
     """Say why a matrix cannot be written in groups of `group`; None if it can."""
     if spec.act_order:
-        return "act-order assigns columns to groups one by one, so a group has no halves"
+        return "act-order assigns columns to groups one by one, so groups cannot be divided"
     if spec.num_groups == 1 and spec.group_size >= spec.k:
         return "it has one scale per output channel, no groups"
     if spec.scale_dtype == "e8m0":

@@ -13,8 +13,6 @@ from moeq.oracle.engines.vllm.tables import ExpertsClass, Variant
 from moeq.oracle.records import AS_IT_IS
 from moeq.oracle.versions import BUILTIN, choose_engine
 
-# ------------------------------------------------------------------------------------------------ backends
-
 
 def backend_rows(engine: str, family: str | None = None) -> list[dict[str, Any]]:
     """Return one row per backend: family, name, flag, devices, limits and layouts.

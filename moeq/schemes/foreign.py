@@ -1,7 +1,7 @@
 """Formats that are recognised by their tensors and named, but not read.
 
 E4M3FNUZ is one of them. gfx942 computes in it, but engines read E4M3 files on gfx942, too, and convert them at load
-(see `aiter_fp8.py` among the layouts). No writer of served checkpoints is known to store it.
+(see `aiter.py` among the layouts). No writer of served checkpoints is known to store it.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Sorting:
     def of(
         cls, readers: Sequence[ProjectionReader[ReadMatrix]], index: tuple[StoredName, str, int] | None, start: int
     ) -> Sorting:
-        """Plan the sorting of an item. `readers` and `index` are those of `moeq.transcode.fast_item.bind`."""
+        """Plan the sorting of an item; `moeq.transcode.fast_item.build_fast_item` describes `readers` and `index`."""
         is_down = index is not None and readers[0].name == index[0]
         regions = []
         specs = [spec for reader in readers for _, spec in reader.holds]
@@ -98,9 +98,9 @@ class Sorting:
             return None
         if self.is_down:
             columns.take_codes(field.T, order, self.bits, out.T)
-            return out if columns.took_codes(field.T, inverse, self.bits, out.T) else None
+            return out if columns.holds_taken_codes(field.T, inverse, self.bits, out.T) else None
         columns.take_elements(field.T, order, out.T)
-        return out if columns.took_elements(field.T, inverse, out.T) else None
+        return out if columns.holds_taken_elements(field.T, inverse, out.T) else None
 
 
 def _in_groups(index: Array, group_size: int) -> bool:

@@ -18,7 +18,7 @@ from moeq.pipeline.plan.expert_names import known_class, with_names
 from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem, judge_checkpoint
 from moeq.transcode.naming import NamesOption
 from moeq.transcode.planned_result import planned_result
-from moeq.transcode.survey import Projected, TranscodeRequest
+from moeq.transcode.survey import RecodedProjection, TranscodeRequest
 from moeq.transcode.target_formats import ENGINE_TARGETS, TARGETS, kind_of
 from moeq.transcode.transcode_plan import TranscodePlan, make_transcode_plan
 
@@ -129,7 +129,7 @@ def _proof(plan: TranscodePlan) -> Proof | None:
     return None if integers and recoded else "checked"
 
 
-def _exact(projected: Projected, plan: TranscodePlan) -> bool:
+def _exact(projected: RecodedProjection, plan: TranscodePlan) -> bool:
     """Return whether the target holds every value for any data."""
     before, after = projected.source.spec, projected.spec
     if (before.element, before.scale_dtype) != (after.element, after.scale_dtype):

@@ -113,7 +113,7 @@ class CachedItem:
             return None
 
 
-def bind(
+def build_fast_item(
     readers: tuple[ProjectionReader[ReadMatrix], ...],
     written: Mapping[StoredName, WrittenProjection],
     *,

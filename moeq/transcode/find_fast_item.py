@@ -1,4 +1,4 @@
-"""Which items of a transcoding have a fast path. Loads compiled code only for items that need it, and no torch."""
+"""Find the fast path of each item of a transcoding. Loads compiled code only for items that need it, and no torch."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class FastPaths:
         self._known: dict[object, FastItem | CachedItem | None] = {}
         self._lock = threading.Lock()
 
-    def of(self, item: Item) -> FastItem | CachedItem | None:
+    def find(self, item: Item) -> FastItem | CachedItem | None:
         """Return the fast path of an item; None leaves it to the reference path."""
         signatures = self._signatures(item)
         key = self._key(item, signatures)
         with self._lock:
             if key not in self._known:
-                self._known[key] = self._bind(item, signatures)
+                self._known[key] = self._build(item, signatures)
             found = self._known[key]
         return None if getattr(found, "missing", False) else found
 
@@ -91,14 +91,14 @@ class FastPaths:
         projected = self._plan.layers_by_number[item.layer].kinds[item.expert]
         return item.role, stored, id(projected), id(self._checkpoint.kind_of(item.layer, item.expert))
 
-    def _bind(self, item: Item, signatures: _Signatures) -> FastItem | CachedItem | None:
+    def _build(self, item: Item, signatures: _Signatures) -> FastItem | CachedItem | None:
         outputs = self._plan.outputs(item, self._form)
         specs = [output.described.spec for output in outputs.values()]
         size = sum(spec.n * spec.k for spec in specs)
         large = use_compiled(size)
         if not specs or not (large or use_cached(size)):
             return None
-        from moeq.transcode.fast_item import CachedItem, bind
+        from moeq.transcode.fast_item import CachedItem, build_fast_item
 
         readers = self._readers(item, signatures)
         interleaved = isinstance(item, ExpertItem) and self._plan.layers_by_number[item.layer].naming.interleaved
@@ -106,7 +106,7 @@ class FastPaths:
             return None
         sort = self._plan.request.sort_act_order
         index = self._group_index(item, signatures) if sort and isinstance(item, ExpertItem) else None
-        found = bind(readers, outputs, interleaved=interleaved, index=index, sort=sort)
+        found = build_fast_item(readers, outputs, interleaved=interleaved, index=index, sort=sort)
         return found if large or found is None else CachedItem(found)
 
     def _group_index(self, item: ExpertItem, signatures: _Signatures) -> tuple[StoredName, str, int] | None:

@@ -17,7 +17,7 @@ from moeq.layouts.float_bits import BIAS, bits_of, numbers_of
 from moeq.layouts.loops import floats, kt_amx, recode, transpose
 from moeq.layouts.loops.blocks import NUMBERS
 from moeq.layouts.loops.blocks import numbers as block_numbers
-from moeq.layouts.loops.columns import repeat_columns, repeats_columns
+from moeq.layouts.loops.columns import holds_repeated_columns, repeat_columns
 from moeq.layouts.loops.compare import equal_rows
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields
@@ -57,7 +57,7 @@ class Recoder(ABC):
         """Return whether the target's fields, as read again, are the same values."""
 
 
-class OneByOne(Recoder):
+class PerProjection(Recoder):
     """Recodes every projection of an item independently."""
 
     def fill(self, source: Matrices, target: Matrices) -> None:
@@ -77,7 +77,7 @@ class OneByOne(Recoder):
 
 
 @dataclass(frozen=True)
-class Copied(OneByOne):
+class CopyRecoder(PerProjection):
     """Keeps the codes; scales and zero points are copied, or repeated for smaller groups."""
 
     times: int  #: groups of the target per group of the source; 0: a row has one group in the source
@@ -121,11 +121,11 @@ class Copied(OneByOne):
     def _agree(self, field: str, before: Array, after: Array) -> bool:
         if not self._is_repeated(field):
             return same_bits(before, after)
-        return before.dtype == after.dtype and repeats_columns(before, self.times or after.shape[1], after)
+        return before.dtype == after.dtype and holds_repeated_columns(before, self.times or after.shape[1], after)
 
 
 @dataclass(frozen=True)
-class Mxfp4ToFp8Blocks(OneByOne):
+class Mxfp4ToFp8Blocks(PerProjection):
     """Recodes MXFP4 as blocks of FP8."""
 
     def fill_one(self, one: Fields, other: Fields) -> None:
@@ -159,7 +159,7 @@ class Mxfp4ToNvfp4(Recoder):
 
 
 @dataclass(frozen=True)
-class Mxfp4ToBfloat16(OneByOne):
+class Mxfp4ToBfloat16(PerProjection):
     """Recodes MXFP4 as bfloat16."""
 
     def fill_one(self, one: Fields, other: Fields) -> None:
@@ -170,7 +170,7 @@ class Mxfp4ToBfloat16(OneByOne):
 
 
 @dataclass(frozen=True)
-class CopiedNvfp4(Copied):
+class CopyNvfp4(CopyRecoder):
     """Copies NVFP4 to a format that spells the global scale differently, which may change that number slightly."""
 
     spec: MatrixSpec | None = None
@@ -186,7 +186,7 @@ class CopiedNvfp4(Copied):
 
 
 @dataclass(frozen=True)
-class Rounded(OneByOne):
+class RoundingRecoder(PerProjection):
     """Recodes any matrix under scales of another kind, every value rounded once."""
 
     #: Sizes and types of the source's matrix, and of the target's, both with role w2.
@@ -206,7 +206,7 @@ class Rounded(OneByOne):
         return found is not None and not found.numbers
 
 
-class ToFp8Blocks(Rounded):
+class ToFp8Blocks(RoundingRecoder):
     """Recodes a matrix as FP8 blocks (`moeq.transcode.recode_matrices.to_fp8_blocks`)."""
 
     def fill_one(self, one: Fields, other: Fields) -> None:
@@ -236,7 +236,7 @@ class ToFp8Blocks(Rounded):
         return floats.measure_codes(coded(one, self.before), coded(other, self.after), (BLOCK, BLOCK))
 
 
-class ToFloats(Rounded):
+class ToFloats(RoundingRecoder):
     """Recodes a matrix as floats."""
 
     def fill_one(self, one: Fields, other: Fields) -> None:
@@ -252,7 +252,7 @@ class ToFloats(Rounded):
 
 
 @dataclass(frozen=True)
-class ByNumbers(Rounded):
+class NumberRecoder(RoundingRecoder):
     """Recodes numbers, some rows at a time: GGUF blocks and floats to floats or FP8 blocks, anything to AMX tiles."""
 
     type: str | None  #: name of the source's type if it is GGUF blocks or floats
@@ -344,11 +344,11 @@ def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:
     specs = replace(before, role="w2", gated=False), replace(after, role="w2", gated=False)
     kind = one.projected.source.scheme.checkpoint_format if before.bits > 8 else None
     if spelling.startswith(KT_AMX):
-        return (ByNumbers(*specs, kind),) if kind or before.element in floats.ELEMENTS else ()
+        return (NumberRecoder(*specs, kind),) if kind or before.element in floats.ELEMENTS else ()
     found = [_of_mxfp4(spelling, before, after), _copied(one, before, after)]
     if spelling in PLAIN or (spelling in FP8_BLOCKS and not halved):
         if before.bits > 8:
-            found.append(ByNumbers(*specs, kind))
+            found.append(NumberRecoder(*specs, kind))
         elif before.element in floats.ELEMENTS:
             found.append(ToFloats(*specs) if spelling in PLAIN else ToFp8Blocks(*specs))
     return tuple(recoder for recoder in found if recoder is not None)
@@ -364,15 +364,15 @@ def _copied(one: WrittenProjection, before: MatrixSpec, after: MatrixSpec) -> Re
     ):
         return None
     if before.num_groups == 1 and after.num_groups > 1 and one.projected.spelling in FP8_BLOCKS:
-        return Copied(0, nonzero=False, widened=widened)
+        return CopyRecoder(0, nonzero=False, widened=widened)
     if before.group_size % after.group_size or (before.act_order and before.group_size != after.group_size):
         return None
     times = before.group_size // after.group_size
     if after.num_groups > before.num_groups * times:
         return None
     if before.element == "e2m1" and before.scale_dtype == "e4m3":
-        return CopiedNvfp4(times, nonzero=False, spec=replace(before, role="w2", gated=False))
-    return Copied(times, one.described.scheme.zero_point == "stored-minus-one", widened)
+        return CopyNvfp4(times, nonzero=False, spec=replace(before, role="w2", gated=False))
+    return CopyRecoder(times, one.described.scheme.zero_point == "stored-minus-one", widened)
 
 
 def _of_mxfp4(spelling: str, before: MatrixSpec, after: MatrixSpec) -> Recoder | None:

@@ -59,7 +59,7 @@ class TranscodeKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Projected:
+class RecodedProjection:
     """One projection in the source and in the target."""
 
     source: Described  #: the source's description
@@ -93,9 +93,9 @@ class LayerSurvey:
 
     layer: int  #: layer number, as `Checkpoint` counts layers
     naming: Naming  #: names of the written tensors
-    kinds: Mapping[int, Mapping[StoredName, Projected]]  #: expert to its projections as they are written
+    kinds: Mapping[int, Mapping[StoredName, RecodedProjection]]  #: expert to its projections as they are written
 
-    def modules(self) -> Iterator[tuple[str, StoredName, Projected]]:
+    def modules(self) -> Iterator[tuple[str, StoredName, RecodedProjection]]:
         """Yield (written module, projection name, projection) of every projection, expert by expert."""
         for expert, projections in self.kinds.items():
             for name, projected in projections.items():
@@ -108,7 +108,7 @@ class ModuleSurvey:
 
     source: QuantizedModule
     written: str  #: name of the written module
-    projected: Projected  #: its matrix in the source and in the target
+    projected: RecodedProjection  #: its matrix in the source and in the target
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Surveyor:
                 f"{option('sort_act_order', True)} cannot be combined with {option('names', 'stacked')}",
                 option("names", "per-expert"),
             )
-        found: dict[int, Mapping[StoredName, Projected]] = {}
+        found: dict[int, Mapping[StoredName, RecodedProjection]] = {}
         for group in groups:
             found.update(dict.fromkeys(group.experts, self.experts(experts, group, naming)))
         if naming.stacked and len(groups) > 1:
@@ -211,7 +211,7 @@ class _Surveyor:
             )
         return LayerSurvey(number, naming, found)
 
-    def experts(self, experts: Experts, group: KindGroup, naming: Naming) -> Mapping[StoredName, Projected]:
+    def experts(self, experts: Experts, group: KindGroup, naming: Naming) -> Mapping[StoredName, RecodedProjection]:
         """Describe the projections of some experts as they are written."""
         kind, where = group.kind, f"{experts.layer.prefix} expert {group.experts[0]}"
         if problems := kind.problems():
@@ -219,7 +219,7 @@ class _Surveyor:
         names: tuple[StoredName, ...] = ("gate", "up", "down") if kind.gated else ("up", "down")
         if naming.stacked:
             names = ("gate_up", "down")
-        found: dict[StoredName, Projected] = {}
+        found: dict[StoredName, RecodedProjection] = {}
         incomplete = bool(missing_scales(experts))
         for name in names:
             stored = "w13" if name == "gate_up" else name
@@ -244,7 +244,7 @@ class _Surveyor:
 
     def project(
         self, described: Described, parts: Mapping[str, PartSig], where: str, *, plain: bool = False
-    ) -> Projected:
+    ) -> RecodedProjection:
         """Describe what the target makes of one projection.
 
         Args:
@@ -289,7 +289,7 @@ class _Surveyor:
             )
         quantised = activation is not None or (spelling == "ct-mxfp8" and described.scheme.activation is not None)
         weights = weights_of(spelling, spec, declared, activations=quantised)
-        return Projected(described, spelling, spec, weights, activation)
+        return RecodedProjection(described, spelling, spec, weights, activation)
 
 
 def _parts_of_all(experts: Experts, numbers: Iterable[int], name: StoredName) -> dict[str, PartSig]:

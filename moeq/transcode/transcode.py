@@ -42,7 +42,7 @@ from moeq.transcode.compare import Loss
 from moeq.transcode.expert_pack import GGUF_NAME, LOADER_NAME, MANIFEST_NAME, PackPlan, finish_pack, loader_config
 from moeq.transcode.planned_result import written_config
 from moeq.transcode.result_check import warnings, with_loadable_modules
-from moeq.transcode.survey import Projected, TranscodeKeywords, TranscodeRequest
+from moeq.transcode.survey import RecodedProjection, TranscodeKeywords, TranscodeRequest
 from moeq.transcode.transcode_plan import ModuleItem, TranscodePlan, TranscodeUnit, make_transcode_plan
 from moeq.transcode.transcoder import Transcoder
 from moeq.version import __version__
@@ -313,7 +313,7 @@ def dropped_parts(checkpoint: Checkpoint, plan: TranscodePlan) -> dict[str, int]
     return {part: count for part, count in found.items() if count}
 
 
-def _carries(projected: Projected | None, part: str) -> bool:
+def _carries(projected: RecodedProjection | None, part: str) -> bool:
     return projected is not None and projected.activation is not None and projected.activation.source == part
 
 

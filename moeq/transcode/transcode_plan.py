@@ -38,7 +38,7 @@ from moeq.transcode.activations import static_part
 from moeq.transcode.expert_pack import PACK_NAME, plan_pack
 from moeq.transcode.naming import rename
 from moeq.transcode.spellings import SPELLINGS
-from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Survey, TranscodeRequest, survey
+from moeq.transcode.survey import LayerSurvey, ModuleSurvey, RecodedProjection, Survey, TranscodeRequest, survey
 from moeq.transcode.target_formats import TargetFormat, get_target
 
 #: Largest count of numbers that are decoded at once, for a module whose rows can be decoded separately.
@@ -56,7 +56,7 @@ class WrittenProjection:
     described: Described  #: description by a reader of the written config and headers
     #: Part to its span in the output file; parts that the first expert writes for a whole stack are left out.
     places: Mapping[str, Span]
-    projected: Projected  #: the projection that it is made of
+    projected: RecodedProjection  #: the projection that it is made of
 
     @property
     def signatures(self) -> Mapping[str, PartSig]:
@@ -114,7 +114,7 @@ class TranscodePlan(Plan):
     config: Mapping[str, Any] | None  #: the target's quantisation config, or None for floats
     layers_by_number: Mapping[int, LayerSurvey] = field(repr=False)
     modules_by_name: Mapping[str, ModuleSurvey] = field(repr=False)
-    described: Mapping[tuple[Projected, str], Described] = field(repr=False)
+    described: Mapping[tuple[RecodedProjection, str], Described] = field(repr=False)
     floats: tuple[str, ...] = ()  #: modules that become floats because vLLM cannot load them in the target's format
 
     def outputs(self, item: Item, form: FileForm) -> dict[StoredName, WrittenProjection]:
@@ -217,9 +217,9 @@ def _place(layer: LayerSurvey, projection: StoredName, expert: int, part: str, f
     return start + expert * size, start + (expert + 1) * size
 
 
-def _described(found: Survey, declaration: Declaration | None) -> dict[tuple[Projected, str], Described]:
+def _described(found: Survey, declaration: Declaration | None) -> dict[tuple[RecodedProjection, str], Described]:
     """Describe every kind of projection as a reader of the written config and headers does."""
-    modules: dict[tuple[Projected, str], str] = {}  # the first of each kind
+    modules: dict[tuple[RecodedProjection, str], str] = {}  # the first of each kind
     for layer in found.layers:
         for module, name, projected in layer.modules():
             modules.setdefault((projected, name), module)
@@ -228,7 +228,7 @@ def _described(found: Survey, declaration: Declaration | None) -> dict[tuple[Pro
     return {kind: _reader(kind[0], module, declaration) for kind, module in modules.items()}
 
 
-def _reader(projected: Projected, module: str, declaration: Declaration | None) -> Described:
+def _reader(projected: RecodedProjection, module: str, declaration: Declaration | None) -> Described:
     """Describe a written projection from its headers and the written config, as if opening the result.
 
     Raises MoeqError `bug.config` if this description is not that of the plan.

@@ -74,8 +74,8 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
     def need(cls, work: Work, unit: TranscodeUnit) -> Need:
         assert isinstance(work.plan, TranscodePlan)
         # Experts of a unit are alike; modules are not.
-        unlike = unit.items[:1] if isinstance(unit.items[0], ExpertItem) else unit.items
-        numbers = max(sum(spec.n * spec.k for spec in item_specs(work.plan, item)) for item in unlike)
+        distinct = unit.items[:1] if isinstance(unit.items[0], ExpertItem) else unit.items
+        numbers = max(sum(spec.n * spec.k for spec in item_specs(work.plan, item)) for item in distinct)
         return Need("transcode", reference=_NUMBER_BYTES * numbers)
 
     @property
@@ -86,7 +86,7 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         return f"layer {item.layer} {item.role} expert {item.expert}" if isinstance(item, ExpertItem) else item.name
 
     def read(self, item: Item, buffers: Buffers, slot: int) -> Fetched | None:
-        path = self._paths.of(item)
+        path = self._paths.find(item)
         if path is None:
             return None
         data = read_places(self._inputs, self._paths.places(item, path.reads), buffers, slot)

@@ -70,7 +70,7 @@ class Gather:
         return sum(self._specs[name].n for name in given) == self._layer.specs[self._role].n
 
     @cached_property
-    def has_tall_layer(self) -> bool:
+    def writes_all_experts_at_once(self) -> bool:
         """Whether the experts of a rank are quantised and written together, one launch for each part.
 
         The rows of all experts then make up one tall matrix: nothing is padded or cut, and no number belongs to a
@@ -114,7 +114,7 @@ class Gather:
         return [(targets[name][row], tensor) for name, tensor in extra.items() for row in rows], found
 
     def encoded_layer(self, tall: QuantizedMatrix) -> list[Write]:
-        """Return the writes of all experts of a rank, given as one matrix `[experts * N, K]` (`has_tall_layer`)."""
+        """Return the writes of all experts of a rank (`writes_all_experts_at_once`), given as `[experts * N, K]`."""
         from moeq_kernels.placement import Write
 
         layout, targets = self._layer.layout, self._layer.tensors[self._role]

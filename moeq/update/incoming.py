@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Tensors of one projection by part (`qweight`, `weight_packed`, ...), or its float weights `[N, K]` alone.
 Parts = Mapping[str, "Tensor"]
 
-#: Projections by what an update may name. `w13` takes the parts of `gate` and `up` apart, `gate_up` one fused tensor.
+#: Projections by what an update may name: `w13` takes a mapping of `gate` and `up`, `gate_up` one fused tensor.
 PROJECTIONS: Mapping[str, tuple[Projection, ...]] = {
     "gate": ("gate",),
     "up": ("up",),
@@ -39,7 +39,7 @@ PROJECTIONS: Mapping[str, tuple[Projection, ...]] = {
 
 
 @dataclass(frozen=True)
-class Incoming:
+class NewWeights:
     """New weights of one projection.
 
     Attributes:
@@ -128,7 +128,7 @@ def named_tensors(layer: WritableLayer, projection: str, tensors: object) -> dic
     return {name: _parts(layer, name, tensors[name]) for name in names}
 
 
-def joined(layer: WritableLayer, given: Mapping[str, Parts], more: Mapping[str, Parts]) -> dict[str, Parts]:
+def merged_tensors(layer: WritableLayer, given: Mapping[str, Parts], more: Mapping[str, Parts]) -> dict[str, Parts]:
     """Merge two mappings of tensors. Raises MoeqError `usage.update-tensors` if a projection is in both."""
     named = [{"gate", "up"} if name == "gate_up" else {name} for name in (*given, *more)]
     if sum(map(len, named)) > len(set().union(*named)):
@@ -152,7 +152,7 @@ def read_update(
     block: ProjectionBlock | None,
     rule: Rule,
     device: torch.device,
-) -> dict[Projection, Incoming]:
+) -> dict[Projection, NewWeights]:
     """Decode or quantise the tensors of an update to `w13` or `w2`, and return new weights by projection.
 
     Args:
@@ -219,11 +219,11 @@ def _common_global_scale(layer: WritableLayer, given: Mapping[str, Parts], rule:
     return (scales.max() if rule == "modelopt" else scales.min()).reshape(1)
 
 
-def _fused(layer: WritableLayer, tensors: Parts, rule: Rule) -> dict[Projection, Incoming]:
+def _fused(layer: WritableLayer, tensors: Parts, rule: Rule) -> dict[Projection, NewWeights]:
     """Read a tensor of gate and up rows, in the order in which the source's family stores them."""
     if layer.interleaved is None:
         raise _unordered(layer)
-    found: dict[Projection, Incoming] = {}
+    found: dict[Projection, NewWeights] = {}
     read = _matrix(layer, "gate_up", tensors, None, rule)
     half = read.matrix.spec.n // 2
     order: tuple[tuple[Projection, int], ...] = (("gate", 0), ("up", 1))
@@ -231,7 +231,7 @@ def _fused(layer: WritableLayer, tensors: Parts, rule: Rule) -> dict[Projection,
         spec = wanted_spec(layer, name)
         matrix = select_rows(read.matrix, spec, first=name == "gate", interleaved=layer.interleaved)
         rows = slice(start, None, 2) if layer.interleaved else slice(start * half, (start + 1) * half)
-        found[name] = Incoming(matrix, None if read.weight is None else read.weight[rows])
+        found[name] = NewWeights(matrix, None if read.weight is None else read.weight[rows])
     return found
 
 
@@ -263,12 +263,12 @@ def _matrix(
     block: ProjectionBlock | None,
     rule: Rule,
     shared: Tensor | None = None,
-) -> Incoming:
+) -> NewWeights:
     whole = wanted_spec(layer, name)
     wanted = whole if block is None else block.spec_of(whole)
     if is_float(tensors) and wanted.bits <= 8:
         return _quantized(layer, name, tensors, wanted, rule, shared)
-    return Incoming(_decoded(layer, name, tensors, wanted))
+    return NewWeights(_decoded(layer, name, tensors, wanted))
 
 
 def is_float(tensors: Parts) -> bool:
@@ -290,7 +290,7 @@ def _quantized(
     wanted: MatrixSpec,
     rule: Rule,
     shared: Tensor | None,
-) -> Incoming:
+) -> NewWeights:
     weight, more = tensors["weight"], tensors.keys() - {"weight", "bias"}
     if more:
         raise _unfit(layer, projection, f"float weights must come without {', '.join(sorted(more))}")
@@ -302,7 +302,7 @@ def _quantized(
     rows = layer.scheme.weight.scale.group_shape[0]
     found = replace(quantize(weight, wanted, rule, rows=rows, global_scale=shared), bias=bias)
     check_matrix(found, f"layer {layer.layer} {projection}")
-    return Incoming(found, weight)
+    return NewWeights(found, weight)
 
 
 def _decoded(layer: WritableLayer, name: str, tensors: Parts, wanted: MatrixSpec) -> QuantizedMatrix:

@@ -47,7 +47,7 @@ class WritableLayer:
         written: specs of `w13` and `w2` of a whole expert, in the written groups (`moeq convert --regroup`).
         padding: sizes of this rank's part before and after padding.
         intermediate: intermediate features of this rank.
-        first: whether the rank adds the bias of `w2`.
+        adds_w2_bias: whether the rank adds the bias of `w2`; only one rank does.
         tensors: the tensors that are written, `[rows, ...]` each, on one device.
         experts: expert of every row, as the model counts them; an expert in several rows is redundant.
         num_experts: experts of the layer on all ranks.
@@ -63,7 +63,7 @@ class WritableLayer:
     written: Mapping[StackedRole, MatrixSpec]
     padding: PaddingPlan
     intermediate: Range
-    first: bool
+    adds_w2_bias: bool
     tensors: RankTensors
     experts: tuple[int, ...]
     num_experts: int
@@ -223,7 +223,7 @@ def describe_layer(
         written=written,
         padding=PaddingPlan(layout.padding, w13, w2, own["w13"], own["w2"]),
         intermediate=held,
-        first=held.start == 0,
+        adds_w2_bias=held.start == 0,
         tensors=tensors,
         experts=tuple(range(*part.experts)) if experts is None else experts,
         num_experts=entry.num_experts,

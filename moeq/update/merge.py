@@ -12,7 +12,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix, projection_spec
 from moeq.model.regroup import repeat_groups
 from moeq.model.shards import Range, shard_matrix
 from moeq.schemes.joining import concatenate_rows
-from moeq.update.incoming import Incoming, ProjectionBlock, whole_block
+from moeq.update.incoming import NewWeights, ProjectionBlock, whole_block
 from moeq.update.layers import WritableLayer
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def whole_matrix(
-    layer: WritableLayer, role: StackedRole, given: Mapping[Projection, Incoming]
+    layer: WritableLayer, role: StackedRole, given: Mapping[Projection, NewWeights]
 ) -> QuantizedMatrix | None:
     """Return the rank's part of a stacked matrix if the update holds all of it, else None."""
     names, spec = layer.names(role), layer.specs[role]
@@ -30,14 +30,14 @@ def whole_matrix(
     if any(spec.bias_dtype is not None and part.bias is None for part in parts):
         return None
     joined = concatenate_rows(parts[0], parts[1], spec) if len(parts) == 2 else replace(parts[0], spec=spec)
-    return shard_matrix(regrouped(layer, role, joined), layer.intermediate, first=layer.first)
+    return shard_matrix(regrouped(layer, role, joined), layer.intermediate, first=layer.adds_w2_bias)
 
 
 def merged_matrix(
     layer: WritableLayer,
     role: StackedRole,
     current: QuantizedMatrix,
-    given: Mapping[Projection, Incoming],
+    given: Mapping[Projection, NewWeights],
     block: ProjectionBlock | None,
 ) -> QuantizedMatrix:
     """Return the rank's matrix `current` with the update's rows and columns in it.
@@ -108,7 +108,7 @@ def _put(
     if into.global_scale is not None and matrix.global_scale is not None:
         into.global_scale[target] = matrix.global_scale[source]
     if into.bias is not None and matrix.bias is not None:
-        into.bias[target] = matrix.bias[source] if role != "w2" or layer.first else 0
+        into.bias[target] = matrix.bias[source] if role != "w2" or layer.adds_w2_bias else 0
 
 
 def _copy(into: Tensor, rows: slice, columns: slice, tensor: Tensor, from_rows: slice, from_columns: slice) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SCRATCH_BYTES = 1 << 27
 
 #: Upper bound of the readers that are cached; a layer needs two.
-KEPT_READERS = 256
+MAX_KEPT_READERS = 256
 
 #: Digest of a projection, by expert and projection.
 Digests = dict[tuple[int, str], str]
@@ -235,7 +235,7 @@ class _Reader:
         read(words[name], into, self._parts[name][2], first, elements, pairs=pairs)
 
 
-@lru_cache(maxsize=KEPT_READERS)
+@lru_cache(maxsize=MAX_KEPT_READERS)
 def _reader(layout: Layout, spec: MatrixSpec, own: MatrixSpec, group: int | None) -> _Reader:
     """Return the cached reader of a stacked matrix."""
     return _Reader(layout, spec, own, group)

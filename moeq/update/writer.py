@@ -17,11 +17,11 @@ from moeq.schemes.dequantize import dequantize
 from moeq.update.device import Gather, obstacle
 from moeq.update.incoming import (
     PROJECTIONS,
-    Incoming,
+    NewWeights,
     Parts,
     ProjectionBlock,
     check_block,
-    joined,
+    merged_tensors,
     named_tensors,
     quantize_layer,
     read_layer,
@@ -199,7 +199,7 @@ class Writer:
         found = self._checked(layer, expert, expected)
         given: dict[str, Parts] = {}
         for projection, tensors in projections.items():
-            given = joined(found, given, named_tensors(found, projection, tensors))
+            given = merged_tensors(found, given, named_tensors(found, projection, tensors))
         return self._write(found, expert, given, None)
 
     def update_layer(
@@ -228,7 +228,7 @@ class Writer:
         role = stacked_role(names[0])
         experts = sorted(set(found.experts))
         gather = self._gather_of(found, role)
-        if gather is not None and gather.has_tall_layer and tuple(names) == found.names(role):
+        if gather is not None and gather.writes_all_experts_at_once and tuple(names) == found.names(role):
             with found.device:
                 tall = quantize_layer(found, role, floats.to(found.device), self._rule_of(found))
                 write_all((), gather.encoded_layer(regrouped(found, role, tall)))
@@ -331,7 +331,7 @@ class Writer:
         layer: WritableLayer,
         role: StackedRole,
         places: Sequence[int],
-        given: Mapping[Projection, Incoming],
+        given: Mapping[Projection, NewWeights],
         block: ProjectionBlock | None,
     ) -> _Prepared:
         """Prepare an update on the CPU."""
@@ -434,7 +434,7 @@ def _check_deployment(layer: WritableLayer, deployment: Deployment | None) -> No
 
 
 def _rounding_losses(
-    given: Mapping[Projection, Incoming], old: QuantizedMatrix | None
+    given: Mapping[Projection, NewWeights], old: QuantizedMatrix | None
 ) -> dict[Projection, RoundingLoss]:
     """Measure the loss of every projection that was float weights.
 

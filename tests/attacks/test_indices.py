@@ -186,9 +186,9 @@ class TestCompiledLoops:
         calls = (
             lambda: columns.take(torch.from_numpy(codes), torch.from_numpy(order), torch.from_numpy(codes.copy())),
             lambda: columns.take_elements(codes, order, codes.copy()),
-            lambda: columns.took_elements(codes, order, codes),
+            lambda: columns.holds_taken_elements(codes, order, codes),
             lambda: columns.take_codes(packed, order, 4, packed.copy()),
-            lambda: columns.took_codes(packed, order, 4, packed),
+            lambda: columns.holds_taken_codes(packed, order, 4, packed),
         )
         for call in calls:
             with pytest.raises(MoeqError, match="ranges from"):

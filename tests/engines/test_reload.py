@@ -178,7 +178,7 @@ def test_every_read_of_a_folder_may_fail(rank, folders, monkeypatch) -> None:
 def test_a_read_may_fail_while_other_threads_read(number, folders, monkeypatch) -> None:
     old, new = (bytes_of(Served.layers(folder)) for folder in folders)
     layers, tensors = Served.layers(folders[0]), list(stacked(folders[1]))
-    monkeypatch.setattr(refill, "STAGE", 1)  # one expert for each thread
+    monkeypatch.setattr(refill, "STAGE_BYTES", 1)  # one expert for each thread
     with monkeypatch.context() as context:
         faulty(context, number)
         with pytest.raises(MoeqError) as caught:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import moeq
 from moeq.checkpoint.source import LocalSource
 from moeq.load import rank_reading
-from moeq.load.rank_reading import Span, _by_pieces, _spans, _units, holds
+from moeq.load.rank_reading import Span, _by_pieces, _spans, _units, equals_stored
 
 
 def test_memory_of_a_device_is_filled_from_a_buffer(checkpoints: Path) -> None:
@@ -28,15 +28,17 @@ def test_memory_of_a_device_is_filled_from_a_buffer(checkpoints: Path) -> None:
 
 
 def test_a_tensor_is_compared_with_a_stored_one(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeq.load.rank_reading.STAGE", 1000)
+    monkeypatch.setattr("moeq.load.rank_reading.STAGE_BYTES", 1000)
     folder, name = checkpoints / "ct-int4-g128-qwen3moe", "lm_head.weight"
     source, tensor = moeq.open(folder).source, load_file(folder / "model.safetensors")[name]
-    assert holds(source, name, tensor)
-    assert not holds(source, name, tensor.T)
-    assert holds(source, name, tensor.view(1, *tensor.shape)) is False, "the same bytes in another shape"
-    assert not holds(source, name, torch.cat([tensor.view(torch.uint8)] * 2, 1).view(torch.float32)), "more bytes"
+    assert equals_stored(source, name, tensor)
+    assert not equals_stored(source, name, tensor.T)
+    assert equals_stored(source, name, tensor.view(1, *tensor.shape)) is False, "the same bytes in another shape"
+    assert not equals_stored(source, name, torch.cat([tensor.view(torch.uint8)] * 2, 1).view(torch.float32)), (
+        "more bytes"
+    )
     tensor[-1, -1] += 1
-    assert not holds(source, name, tensor)
+    assert not equals_stored(source, name, tensor)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])

@@ -44,7 +44,7 @@ def test_experts_are_read_in_parts(stage, scratch, buffers, ranges, converted, m
     size = sum(tensor[0].nbytes for parts in wanted.values() for tensor in parts.values())
     made: list[int] = []
     real = refill._buffers
-    monkeypatch.setattr(refill, "STAGE", stage * size)
+    monkeypatch.setattr(refill, "STAGE_BYTES", stage * size)
     monkeypatch.setattr(refill, "SCRATCH_BYTES", scratch * size)
     monkeypatch.setattr(refill, "_buffers", lambda *given, **more: made.append(given[2]) or real(*given, **more))
     targets = {role: {name: torch.zeros_like(one) for name, one in parts.items()} for role, parts in wanted.items()}

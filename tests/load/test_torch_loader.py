@@ -380,7 +380,7 @@ class TestReading:
         cut = part_cuts("marlin-wna16/1", spec, Window(n=(64, 128), k=(0, 256)))["weight"]
         shards = read_shards(source, name, (1, 3), cut)
         fill = rank_reading._by_pieces
-        monkeypatch.setattr(rank_reading, "STAGE", stage)
+        monkeypatch.setattr(rank_reading, "STAGE_BYTES", stage)
         monkeypatch.setattr(rank_reading, "_by_pieces", lambda *given: fill(*given, staged=staged))
         assert torch.equal(read_experts(source, name, (1, 3)), rows)
         assert torch.equal(read_shards(source, name, (1, 3), cut), shards)

@@ -11,7 +11,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model.regroup import regroup, regrouped_spec, ungroup
 
-ORDER = "act-order assigns columns to groups one by one, so a group has no halves"
+ORDER = "act-order assigns columns to groups one by one, so groups cannot be divided"
 CHANNEL = "it has one scale per output channel, no groups"
 
 

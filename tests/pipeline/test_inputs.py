@@ -237,7 +237,7 @@ class TestCopiesByTheKernel:
 
     def copy(self, source: Path, target: Path, size: int = 20) -> bool:
         with source.open("rb") as read_from, target.open("r+b") as written_to:
-            return unit_worker._by_kernel(read_from.fileno(), written_to.fileno(), Chunk(5, 10, (("t", size),)))
+            return unit_worker._copy_by_kernel(read_from.fileno(), written_to.fileno(), Chunk(5, 10, (("t", size),)))
 
     @pytest.mark.parametrize("step", [20, 7])
     def test_all_bytes_arrive(self, step: int, source: Path, target: Path, monkeypatch) -> None:

@@ -17,7 +17,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.linears import LinearModule
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
-from moeq.pipeline.plan.linear_modules import _features, _no_kernel, _Shard, _unlike
+from moeq.pipeline.plan.linear_modules import _features, _no_kernel, _Shard, _load_faults
 
 GPTQ = Method("GPTQMarlinLinearMethod", "gptq", "gptq", "int4", bits=4, group_size=128, act_order=True)
 
@@ -111,7 +111,7 @@ WEIGHT = {"weight": ("F8_E4M3", (8, 8))}
     ],
 )
 def test_modules_that_are_stored_otherwise_than_meant(given: _Shard, gpu: str, said: str | None) -> None:
-    found = [text for text, _ in _unlike("0.33.0", given, parse_gpu(gpu)) if "cannot be loaded" not in text]
+    found = [text for text, _ in _load_faults("0.33.0", given, parse_gpu(gpu)) if "cannot be loaded" not in text]
     assert found == ([] if said is None else [said])
 
 

@@ -94,7 +94,7 @@ def test_what_cannot_be_regrouped(spec: MatrixSpec, group: int, why: str) -> Non
 def test_a_conversion_with_smaller_groups(name: str, tp: int, checkpoints: Path, tmp_path: Path) -> None:
     """Written, verified against the source, restored byte for byte; what the packed bytes mean is the source's."""
     source, out, back = checkpoints / name, tmp_path / "out", tmp_path / "back"
-    if name.startswith("ct-int4-g128"):  # I = 128: down has a single group, which has no halves
+    if name.startswith("ct-int4-g128"):  # I = 128: down has a single group, which cannot be divided
         with pytest.raises(MoeqError, match="one scale per output channel"):
             moeq.convert(source, out, Deployment(A100, tp=tp), regroup=64, force_layout=True)
         return

@@ -12,7 +12,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.pipeline.plan.decide import advised
 from moeq.pipeline.plan.options import ConvertOptions, Question
-from moeq.pipeline.plan.suggestions import MOST, nearest
+from moeq.pipeline.plan.suggestions import MAX_SUGGESTIONS, nearest
 from moeq.pipeline.plan.units import joined
 
 GPTQ = "gptq-int4-g128-mixtral"
@@ -102,7 +102,7 @@ def test_what_is_so_already_is_not_tried(checkpoints: Path) -> None:
 )
 def test_one_of_each_kind_is_shown(asked: Question, texts: list[str], checkpoints: Path) -> None:
     found = nearest(moeq.open(checkpoints / GPTQ), asked, lambda changed: "KERNEL")
-    assert len(found) == MOST
+    assert len(found) == MAX_SUGGESTIONS
     assert [one.text for one in found] == texts
 
 

@@ -40,11 +40,11 @@ def test_codes_in_another_order(seed: int, bits: int) -> None:
     columns.take_codes(source, order, bits, out)
     assert np.array_equal(out, wanted)
     places = np.argsort(order)
-    assert columns.took_codes(source, places, bits, out)
+    assert columns.holds_taken_codes(source, places, bits, out)
     for _ in range(20):
         place, bit = draw.integers(out.size), draw.integers(32)
         out.flat[place] ^= np.uint32(1 << bit)
-        assert not columns.took_codes(source, places, bits, out)
+        assert not columns.holds_taken_codes(source, places, bits, out)
         out.flat[place] ^= np.uint32(1 << bit)
 
 
@@ -55,9 +55,9 @@ def test_elements_in_another_order(dtype: type) -> None:
     order, out = draw.permutation(50), np.empty_like(source)
     columns.take_elements(source, order, out)
     assert np.array_equal(out, source[:, order])
-    assert columns.took_elements(source, np.argsort(order), out)
+    assert columns.holds_taken_elements(source, np.argsort(order), out)
     out[3, 7] ^= 1
-    assert not columns.took_elements(source, np.argsort(order), out)
+    assert not columns.holds_taken_elements(source, np.argsort(order), out)
 
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]

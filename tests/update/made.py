@@ -34,7 +34,7 @@ def made(layout: str, scheme: Scheme, w13: MatrixSpec = W13, w2: MatrixSpec = W2
         "written": {"w13": w13, "w2": w2},
         "padding": PaddingPlan(found.padding, w13, w2, w13, w2),
         "intermediate": Range(0, w2.k),
-        "first": True,
+        "adds_w2_bias": True,
         "tensors": tensors,
         "experts": (0, 1),
         "num_experts": 2,

@@ -108,7 +108,7 @@ def test_all_experts_of_a_rank_are_written_together(name, checkpoints, tmp_path,
                     cpu.update(0, expert, projection, one["down"] if projection == "down" else one)
             assert same_bytes(layer, wanted[0]) == []
             assert writer.digest(0) == cpu.digest(0)
-            assert Gather(layer, "w2").has_tall_layer == (name not in APART)
+            assert Gather(layer, "w2").writes_all_experts_at_once == (name not in APART)
 
 
 @pytest.mark.parametrize(

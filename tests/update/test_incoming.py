@@ -18,7 +18,7 @@ from moeq.update.incoming import (
     ProjectionBlock,
     _common_global_scale,
     check_block,
-    joined,
+    merged_tensors,
     named_tensors,
     read_layer,
     read_update,
@@ -137,10 +137,10 @@ def test_tensors_by_their_names(layer: WritableLayer) -> None:
 
 def test_a_projection_is_given_once(layer: WritableLayer) -> None:
     parts = {"weight": FLOATS}
-    assert list(joined(layer, {"gate": parts}, {"up": parts, "down": parts})) == ["gate", "up", "down"]
+    assert list(merged_tensors(layer, {"gate": parts}, {"up": parts, "down": parts})) == ["gate", "up", "down"]
     for given, more in (("gate", "gate_up"), ("gate_up", "up"), ("down", "down")):
         with refuses("usage.update-tensors", f"layer 4 {given} and {more}: a projection is given twice", HINT):
-            joined(layer, {given: parts}, {more: parts})
+            merged_tensors(layer, {given: parts}, {more: parts})
 
 
 TEXT = "int4 [128, 256] symmetric in groups of 32, f16 scales, bias None"

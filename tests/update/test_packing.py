@@ -18,7 +18,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model.shards import Range
 from moeq.model.tensor_bytes import same_matrix
 from moeq.schemes.base import Scheme
-from moeq.update.incoming import Incoming, ProjectionBlock
+from moeq.update.incoming import NewWeights, ProjectionBlock
 from moeq.update.layers import WritableLayer
 from moeq.update.merge import merged_matrix, whole_matrix
 from moeq.update.packing import calibrations_of, check_reversible, pack
@@ -52,11 +52,13 @@ def test_a_rank_takes_its_features_of_an_update(first: bool, scheme: Scheme) -> 
     own13, own2 = replace(whole13, n=256), replace(whole2, k=128)
     held = Range(0, 128) if first else Range(128, 256)
     specs: dict[StackedRole, MatrixSpec] = {"w13": whole13, "w2": whole2}
-    layer = made("marlin-wna16/1", scheme, own13, own2, specs=specs, written=specs, intermediate=held, first=first)
+    layer = made(
+        "marlin-wna16/1", scheme, own13, own2, specs=specs, written=specs, intermediate=held, adds_w2_bias=first
+    )
     assert not layer.is_whole
     features, groups = slice(held.start, held.stop), slice(held.start // 32, held.stop // 32)
     new, old = random_matrix(replace(whole2, role="down"), 1), random_matrix(own2, 2)
-    found = merged_matrix(layer, "w2", old, {"down": Incoming(new)}, None)
+    found = merged_matrix(layer, "w2", old, {"down": NewWeights(new)}, None)
     assert torch.equal(found.codes, new.codes[:, features])
     assert torch.equal(found.scales, new.scales[:, groups])
     assert new.bias is not None
@@ -64,13 +66,13 @@ def test_a_rank_takes_its_features_of_an_update(first: bool, scheme: Scheme) -> 
     assert torch.equal(found.bias, new.bias if first else torch.zeros_like(new.bias))
     up = random_matrix(replace(whole13, role="up", n=256), 3)
     old = random_matrix(own13, 4)
-    found = merged_matrix(layer, "w13", old, {"up": Incoming(up)}, None)
+    found = merged_matrix(layer, "w13", old, {"up": NewWeights(up)}, None)
     assert torch.equal(found.codes, torch.cat([old.codes[:128], up.codes[features]]))
     assert torch.equal(found.scales, torch.cat([old.scales[:128], up.scales[features]]))
     assert torch.equal(found.bias, torch.cat([old.bias[:128], up.bias[features]]))  # type: ignore[index, arg-type]
-    assert whole_matrix(layer, "w13", {"up": Incoming(up)}) is None
-    assert whole_matrix(layer, "w2", {"down": Incoming(replace(new, bias=None))}) is None
-    rank = whole_matrix(layer, "w2", {"down": Incoming(new)})
+    assert whole_matrix(layer, "w13", {"up": NewWeights(up)}) is None
+    assert whole_matrix(layer, "w2", {"down": NewWeights(replace(new, bias=None))}) is None
+    rank = whole_matrix(layer, "w2", {"down": NewWeights(new)})
     assert rank is not None
     assert torch.equal(rank.codes, new.codes[:, features])
 
@@ -78,12 +80,12 @@ def test_a_rank_takes_its_features_of_an_update(first: bool, scheme: Scheme) -> 
 def test_a_block_lands_in_the_part_of_it_that_a_rank_has(scheme: Scheme) -> None:
     whole2 = replace(W2, k=256)
     specs: dict[StackedRole, MatrixSpec] = {"w13": replace(W13, n=512), "w2": whole2}
-    layer = made("marlin-wna16/1", scheme, specs=specs, written=specs, intermediate=Range(128, 256), first=False)
+    layer = made("marlin-wna16/1", scheme, specs=specs, written=specs, intermediate=Range(128, 256), adds_w2_bias=False)
     old = random_matrix(W2, 2)
     for columns, taken in ((Range(64, 192), slice(0, 64)), (Range(0, 128), slice(0, 0)), (Range(0, 64), slice(0, 0))):
         block = ProjectionBlock(Range(8, 40), columns)
         new = random_matrix(block.spec_of(replace(whole2, role="down")), 1)
-        found = merged_matrix(layer, "w2", old, {"down": Incoming(new)}, block)
+        found = merged_matrix(layer, "w2", old, {"down": NewWeights(new)}, block)
         wanted = old.codes.clone(), old.scales.clone()
         if taken.stop:
             wanted[0][8:40, taken] = new.codes[:, 64:]
@@ -97,7 +99,7 @@ def test_rows_that_are_sorted_in_one_order_stay_in_it(scheme: Scheme) -> None:
     layer, old = made("marlin-act-order/1", scheme, w13, w2), random_matrix(w13, 1)
     assert old.group_index is not None
     up = replace(random_matrix(replace(w13, role="up", n=128), 2), group_index=old.group_index.long())
-    found = merged_matrix(layer, "w13", old, {"up": Incoming(up)}, None)
+    found = merged_matrix(layer, "w13", old, {"up": NewWeights(up)}, None)
     assert torch.equal(found.codes[128:], up.codes)
     text = "layer 4 up: gate and up rows are sorted in one order (g_idx), which this update would change"
     for other, index in (
@@ -106,7 +108,7 @@ def test_rows_that_are_sorted_in_one_order_stay_in_it(scheme: Scheme) -> None:
         (replace(layer, specs={"w13": w13, "w2": replace(w2, k=256)}), old.group_index),
     ):
         with refuses("usage.shared-tensor", text, "write gate and up in one update: projection 'w13'"):
-            merged_matrix(other, "w13", old, {"up": Incoming(replace(up, group_index=index))}, None)
+            merged_matrix(other, "w13", old, {"up": NewWeights(replace(up, group_index=index))}, None)
 
 
 def test_what_packing_rounds_is_counted_and_kept(scheme: Scheme) -> None:

@@ -18,9 +18,10 @@ def activate_rows(
 ):
     """Compute out[pair] = activation(gate + gate_more, up + up_more) of float32 rows.
 
-    `sums` `[R, stride]` holds gate and up of `columns` columns, one after the other or INTERLEAVED, or only up. Addends
-    `[R, WIDTH]` belong to the first MORE columns, EACH apart, in up_more from UP_AT on; they may be None. `sums_rows`
-    and the like, int32, are rows of pairs; -1 stands for zeros.
+    `sums` `[R, stride]` holds gate and up of `columns` columns, one after the other or INTERLEAVED, or only up. The
+    addends `gate_more` and `up_more` `[R, WIDTH]`, or None, belong to the first MORE columns: that of a column stands
+    at `EACH * column`, in `up_more` at `EACH * column + UP_AT`. `sums_rows` and the like, int32, give each pair's row
+    in the tensor of that name; -1 stands for a row of zeros.
     """
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(sums_rows + pair).to(tl.int64)

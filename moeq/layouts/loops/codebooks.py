@@ -39,7 +39,7 @@ def numbers(kind: str, rows: Array, out: Array) -> None:
 
 
 def _bits(packed: Array, *shifts: int, mask: int) -> Array:
-    """Return the numbers of few bits at each shift of every element, in order: `[B, elements * shifts]`."""
+    """Split every element into fields, its bits under `mask` at each shift: `[B, elements * shifts]`, in order."""
     found: Array = packed[..., None] >> np.array(shifts, packed.dtype) & packed.dtype.type(mask)
     return found.reshape(len(packed), -1)
 

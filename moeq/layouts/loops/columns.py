@@ -28,10 +28,10 @@ def take_elements(source: Array, order: Array, out: Array) -> None:
     _loops.take_columns(source, order, out)
 
 
-def took_elements(source: Array, places: Array, found: Array) -> bool:
+def holds_taken_elements(source: Array, places: Array, found: Array) -> bool:
     """Return whether `found[:, places[i]] == source[:, i]` for every i."""
     check_indices(places, found.shape[1], "places of columns")
-    return bool(_loops.took_columns(source, places, found))
+    return bool(_loops.holds_taken_columns(source, places, found))
 
 
 def take_codes(source: Array, order: Array, bits: int, out: Array) -> None:
@@ -44,10 +44,10 @@ def take_codes(source: Array, order: Array, bits: int, out: Array) -> None:
     _loops.take_codes(source, order, bits, out)
 
 
-def took_codes(source: Array, places: Array, bits: int, found: Array) -> bool:
+def holds_taken_codes(source: Array, places: Array, bits: int, found: Array) -> bool:
     """Return whether code `places[k]` of `found` is code k of `source`, for every k. Arguments as for `take_codes`."""
     check_indices(places, len(found) * 32 // bits, "places of codes")
-    return bool(_loops.took_codes(source, places, bits, found))
+    return bool(_loops.holds_taken_codes(source, places, bits, found))
 
 
 def block_sums(codes: Tensor, block: int, out: Tensor) -> None:
@@ -105,6 +105,6 @@ def repeat_columns(source: Array, times: int, out: Array) -> None:
     _loops.repeat_columns(source, times, out)
 
 
-def repeats_columns(source: Array, times: int, found: Array) -> bool:
+def holds_repeated_columns(source: Array, times: int, found: Array) -> bool:
     """Return whether a matrix is what `repeat_columns` makes."""
-    return len(source) == len(found) and bool(_loops.repeats_columns(source, times, found))
+    return len(source) == len(found) and bool(_loops.holds_repeated_columns(source, times, found))

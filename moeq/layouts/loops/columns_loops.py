@@ -17,7 +17,7 @@ def repeat_columns(source, times, out):  # type: ignore[no-untyped-def]
 
 
 @loop
-def repeats_columns(source, times, found):  # type: ignore[no-untyped-def]
+def holds_repeated_columns(source, times, found):  # type: ignore[no-untyped-def]
     wrong = source.shape[1] * times < found.shape[1]
     for n in range(found.shape[0]):
         for g in range(source.shape[1]):
@@ -125,7 +125,7 @@ def take_columns(codes, order, out):  # type: ignore[no-untyped-def]
 
 
 @loop
-def took_columns(source, places, found):  # type: ignore[no-untyped-def]
+def holds_taken_columns(source, places, found):  # type: ignore[no-untyped-def]
     wrong = False
     for n in range(source.shape[0]):
         row, read = source[n], found[n]
@@ -153,7 +153,7 @@ def take_codes(source, order, bits, out):  # type: ignore[no-untyped-def]
 
 
 @loop
-def took_codes(source, places, bits, found):  # type: ignore[no-untyped-def]
+def holds_taken_codes(source, places, bits, found):  # type: ignore[no-untyped-def]
     shift, last = (3, 7) if bits == 4 else (2, 3)
     mask, wrong = np.uint32((1 << bits) - 1), np.uint32(0)
     for k in range(len(places)):

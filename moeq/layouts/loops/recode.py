@@ -1,13 +1,13 @@
-"""E2M1 codes under power-of-two scales as E4M3 under others, or as floats, and the proof of it, in compiled loops.
+"""Recode E2M1 codes with power-of-two scales as E4M3 codes or bfloat16, and prove the result, in compiled loops.
 
 The magnitudes of E2M1 are 0, 0.5 and (2 + m % 2) * 2**(m // 2) / 4 for codes m from 2 on: exponents and mantissas lie
-in a code as they do in E4M3 and bfloat16. So m shifted to its place, plus a constant of the group's exponent, is the
-number; only 0 and 0.5 differ. Eight codes (four, for bfloat16) are done at once, in a 64-bit word. Where results would
-not be normal numbers, tables are used, for a byte of two codes at a time. Blocks of FP8 are 128 rows by 128 columns,
-and a group is 32 columns: 16 bytes.
+in a code as they do in E4M3 and bfloat16. So the bits of a number are m, shifted to its place, plus a constant that
+depends on the group's exponent; only 0 and 0.5 need a correction. Eight codes (four, for bfloat16) are done at once, in
+a 64-bit word. Where results would not be normal numbers, tables are used, for a byte of two codes at a time. Blocks of
+FP8 are 128 rows by 128 columns, and a group is 32 columns: 16 bytes.
 
-What was written is proven the other way round: numbers are taken apart into codes, which have to be the source's, so
-that a number which no code has is found. The tables of the proof are made by decoding every number to its value.
+The proof inverts the writing: it takes numbers apart into codes and compares these with the source's, so it also finds
+numbers that no code has. Its tables are made by decoding every number to its value.
 """
 
 from __future__ import annotations

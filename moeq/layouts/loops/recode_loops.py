@@ -24,8 +24,9 @@ def _in_each(width: int, *fields: int) -> tuple[np.uint64, ...]:
     return tuple(np.uint64(field * ones) for field in fields)
 
 
-# Masks for eight E4M3 bytes in a word: the sign of a number, its other bits, a 1, sign and magnitude of a code. LEFT is
-# what a number of code 1 leaves once the constant is subtracted, BEYOND the bits that no code leaves.
+# Masks for eight E4M3 bytes in a word: the sign of a number, its other bits, a 1, sign and magnitude of a code. Numbers
+# minus the group's constant are shifted codes: LEFT is the difference that code 1 would have, and that no number of a
+# code has; BEYOND holds the bits that are 0 in all of them.
 _SIGNS8, _REST8, _ONES8, _SIGN8, _SIZES8, _LEFT8, _BEYOND8 = _in_each(8, 0x80, 0x7F, 1, 8, 7, 1 << 2, 0x7F - (7 << 2))
 _PAIRS8, _BYTES8, _CODES8 = _in_each(32, 0xFFFF)[0], _in_each(16, 0xFF)[0], _in_each(8, 0xF)[0]
 
@@ -41,7 +42,7 @@ _NORMAL, _NORMAL_LEAST, _NORMAL_GREATEST = -5, 2, 252
 
 
 @loop
-def _used(words, row, group):  # type: ignore[no-untyped-def]
+def _top_exponent(words, row, group):  # type: ignore[no-untyped-def]
     """Return floor(log2) of the largest magnitude of a group, four words of eight codes; -2 where all are zero."""
     either = double = np.uint64(0)
     for j in range(4 * group, 4 * group + 4):
@@ -81,7 +82,7 @@ def to_fp8_blocks(words, codes, exponents, out, scales, tops, table):  # type: i
         tops[:] = _EMPTY
         for row in range(first, last):
             for group in range(exponents.shape[1]):
-                found = _used(words, row, group)
+                found = _top_exponent(words, row, group)
                 if found > -2:
                     top = np.int64(exponents[row, group]) - BIAS + found
                     tops[group // GROUPS] = max(top, tops[group // GROUPS])
@@ -94,7 +95,9 @@ def to_fp8_blocks(words, codes, exponents, out, scales, tops, table):  # type: i
             for group in range(exponents.shape[1]):
                 difference = np.int64(exponents[row, group]) - BIAS - tops[group // GROUPS]
                 if difference < _NORMAL or difference > HIGHEST:
-                    _to_e4m3_by_table(codes, row, group, out, table, _row_of(difference, _used(words, row, group)))
+                    _to_e4m3_by_table(
+                        codes, row, group, out, table, _row_of(difference, _top_exponent(words, row, group))
+                    )
                     continue
                 constant = np.uint64(0x30 + 8 * difference)
                 for j in range(4 * group, 4 * group + 4):
@@ -117,7 +120,7 @@ def _to_e4m3_by_table(codes, row, group, out, table, line):  # type: ignore[no-u
 
 @loop
 def _row_of(difference, largest):  # type: ignore[no-untyped-def]
-    """Return the row of the tables for a difference of exponents. Beyond all rows only zeros can be held."""
+    """Return the row of the tables for a difference of exponents; outside their range, the row for zeros alone."""
     if largest == -2 or difference < LOWEST or difference > HIGHEST:
         return ZEROS
     return difference - LOWEST
@@ -133,7 +136,7 @@ def _scale_bits(exponent, scales):  # type: ignore[no-untyped-def]
 
 @loop
 def _exponent_of(bits, scales):  # type: ignore[no-untyped-def]
-    """Invert `_scale_bits`; other numbers become an exponent under which only zeros are held."""
+    """Invert `_scale_bits`; other numbers give an exponent outside the tables' range."""
     if scales.itemsize == 1:
         return np.int64(bits) - BIAS
     if bits & np.uint32(0x807FFFFF) or bits == 0:

@@ -1,4 +1,4 @@
-"""Loops that one piece of work has run, to be run again on other memory with a single call.
+"""Record the loops that one piece of work runs, and replay them on other memory with a single call.
 
 Packing an expert is a dozen loops and as many lines of Python around each, and Python holds the interpreter's lock. A
 `Tape` records the loops while the first expert is packed: their machine code, and where in its memory each argument
@@ -110,7 +110,7 @@ def _cube(array: Array, shape: tuple[int, ...]) -> Array:
 def _octets(*arrays: Array) -> list[Array]:
     """View arrays, rows of them contiguous, as bytes in the three dimensions of the last, to which others broadcast."""
     if not all(isinstance(array, Traced) and array.strides[-1:] == (array.itemsize,) for array in arrays):
-        raise UnrecordedError("bytes of what is not traced, or apart")
+        raise UnrecordedError("bytes of an array that is not traced or not contiguous")
     shape = arrays[-1].shape
     if all(array.shape == shape and array.flags.c_contiguous for array in arrays):
         return [array.reshape(1, 1, -1).view(np.uint8) for array in arrays]
@@ -162,7 +162,7 @@ class Tape:
         address = array.ctypes.data
         if not isinstance(array, Traced) or array.base_number is None:
             if any(address in memory for memory in self.bases):
-                raise UnrecordedError("traced memory as a plain array, which would be the first one's in every run")
+                raise UnrecordedError("traced memory as a plain array, whose address would be the same in every run")
             self.constants.append(array)
             return -1, address
         own = self.bases[array.base_number] if array.base_number < len(self.bases) else range(0)

@@ -190,7 +190,7 @@ class Reads:
 
 
 def plan_reads(places: Sequence[Place], items: Sequence[int]) -> list[Reads]:
-    """Plan the reads of every item. `places` are those of one item after the other, `items` the counts of each."""
+    """Plan the reads of every item: `places` lists all places, item by item, and `items` counts those of each item."""
     names = list(dict.fromkeys(file for file, _, _ in places))
     numbers = {name: number for number, name in enumerate(names)}
     rows = np.array([(numbers[file], start, stop) for file, start, stop in places], np.int64)

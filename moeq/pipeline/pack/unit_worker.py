@@ -126,14 +126,14 @@ class Copier(UnitWorker[CopyUnit, Chunk]):
         source = self._inputs[self._unit.source_file]
         # A file system can share blocks between both files only if they are aligned in both.
         aligned = (chunk.source - chunk.output) % BLOCK == 0
-        if self._output.fd >= 0 and aligned and _by_kernel(source.fd, self._output.fd, chunk):
+        if self._output.fd >= 0 and aligned and _copy_by_kernel(source.fd, self._output.fd, chunk):
             return result, ()
         (buffer,) = buffers.take_many(f"output {slot}", [chunk.size], [chunk.output])
         np.copyto(buffer, data)
         return result, ((buffer, chunk.output),)
 
 
-def _by_kernel(source: int, target: int, chunk: Chunk) -> bool:
+def _copy_by_kernel(source: int, target: int, chunk: Chunk) -> bool:
     """Let the kernel copy, sharing blocks if the file system can. Return False if it cannot."""
     if not hasattr(os, "copy_file_range"):
         return False

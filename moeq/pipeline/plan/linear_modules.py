@@ -167,7 +167,7 @@ class _Loading:
         """Yield what is wrong with one linear module of the class."""
         shards = list(self._shards(linear, above))
         for shard in shards:
-            yield from _unlike(self.policy.version, shard, self.deployment.gpu)
+            yield from _load_faults(self.policy.version, shard, self.deployment.gpu)
         names = ", ".join(path.rpartition(".")[2] for path in linear.shards)
         if len({shard.stored for shard in shards}) > 1:
             text = f"{above}: of {names} some are quantised, and the engine makes one module of them"
@@ -263,7 +263,7 @@ class _Loading:
                 yield text, "a tp that gives every rank whole blocks"
 
 
-def _unlike(version: str, shard: _Shard, gpu: Gpu) -> Iterator[_Problem]:
+def _load_faults(version: str, shard: _Shard, gpu: Gpu) -> Iterator[_Problem]:
     """Yield why the engine cannot load a module as it is stored."""
     parts = {part.name.rpartition(".")[2]: (part.dtype, part.shape) for part in shard.parts}
     if isinstance(shard.meant, str):

@@ -21,7 +21,7 @@ Ask = Callable[[Question], str | None]
 _DEVICES = ("H100", "A100", "B200", "MI300X", "CPU")
 
 #: Largest number of suggestions.
-MOST = 3
+MAX_SUGGESTIONS = 3
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Suggestion:
 def nearest(checkpoint: Checkpoint, question: Question, ask: Ask) -> tuple[Suggestion, ...]:
     """Return the nearest changes whose answer is yes, at most one of each kind."""
     works = (next(_working(ask, kind), None) for kind in _kinds(checkpoint, question))
-    found = tuple(islice((change for change in works if change is not None), MOST))
+    found = tuple(islice((change for change in works if change is not None), MAX_SUGGESTIONS))
     return found or tuple(islice(_working(ask, _plainest(question)), 1))
 
 

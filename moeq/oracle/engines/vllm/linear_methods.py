@@ -60,7 +60,7 @@ def method_of_linear(
 def lists_some_shards(
     policy: EnginePolicy, config: Mapping[str, Any], architecture: str, linear: LinearModule, above: str
 ) -> bool:
-    """Tell whether the whole names that FP8 and ModelOpt exclude are names of some shards of a module but not of all.
+    """Tell whether an FP8 or ModelOpt config excludes some shards of a module, but not all of them, by full name.
 
     Parts of names and wildcards do not count. Source: vLLM 0.26.0 to 0.33.0, `is_layer_skipped`.
     """

@@ -29,7 +29,7 @@ class StoredScales:
     sig: PartSig  #: stored dtype and shape
     spec: MatrixSpec  #: the matrix
     scheme: Scheme  #: encoding of the matrix
-    transposed: bool  #: whether the stored matrix has its rows along groups
+    transposed: bool  #: whether the stored matrix is `[G, N]` instead of `[N, G]`
     repeated: bool  #: whether the format may store one scale for several rows
 
     @cached_property
