@@ -17,7 +17,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.linears import LinearModule
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
-from moeq.pipeline.plan.linear_modules import _features, _no_kernel, _Shard, _load_faults
+from moeq.pipeline.plan.linear_modules import _features, _load_faults, _no_kernel, _Shard
 
 GPTQ = Method("GPTQMarlinLinearMethod", "gptq", "gptq", "int4", bits=4, group_size=128, act_order=True)
 
