@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moeq.errors import MoeqError
-from moeq.layouts.fp8 import _some
+from moeq.layouts.fp8 import _first_scales
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec
 
@@ -139,8 +139,8 @@ def test_neighbours_that_fit(layout_id: str, spec: MatrixSpec) -> None:
 
 
 def test_a_few_numbers_of_many() -> None:
-    assert _some(torch.tensor([[0.5], [0.25], [0.5], [2.0]])) == "0.25, 0.5, 2"
-    assert _some(torch.tensor([4.0, 3.0, 2.0, 1.0])) == "1, 2, 3, ..."
+    assert _first_scales(torch.tensor([[0.5], [0.25], [0.5], [2.0]])) == "0.25, 0.5, 2"
+    assert _first_scales(torch.tensor([4.0, 3.0, 2.0, 1.0])) == "1, 2, 3, ..."
 
 
 @pytest.mark.parametrize(
