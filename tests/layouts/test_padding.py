@@ -55,7 +55,8 @@ def test_nothing_changes_where_sizes_fit() -> None:
     plan = plan_padding(get_layout("marlin-wna16/1"), w13, w2)
     matrix = random_matrix(w13)
     assert plan.extra_bytes == 0
-    assert plan.pad(matrix) is matrix
+    assert plan.pad(matrix) is plan.unpad(matrix) is matrix
+    assert not plan.changes
 
 
 @pytest.mark.parametrize(

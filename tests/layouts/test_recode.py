@@ -75,3 +75,49 @@ def test_every_code_of_every_group_uses_its_exponent(code: int) -> None:
     codes = np.zeros((2, 96), np.uint8)
     codes[0, 70] = codes[1, 40] = 3
     assert recode.used_exponents(packed(codes), exponents) == (1, 250)
+
+
+def test_tables_by_difference_hold_every_number_of_e4m3_or_none() -> None:
+    """A byte of two codes becomes two numbers, and NaN where E4M3 has no such number; the inverse has no code there."""
+    table, inverse = recode._to_e4m3(), recode._from_e4m3()
+    assert (table.shape, inverse.shape) == ((22, 256), (22, 256))  # from -11 to 9, and groups of zeros
+    for row, difference in enumerate(range(-11, 10)):
+        numbers = {}
+        for code in ALL:
+            number = int(e4m3(recode.E2M1[[code]] * 2.0**difference)[0])
+            wanted = number if exact(code, difference) else 0x7F | (code & 8) << 4
+            assert table[row, code | 3 << 4] & 0xFF == wanted, (difference, code)
+            assert table[row, 3 | code << 4] >> 8 == wanted, (difference, code)
+            if exact(code, difference):
+                numbers[number] = code
+        assert [int(code) for code in inverse[row]] == [numbers.get(number, 0x100) for number in range(256)]
+    for code in ALL:
+        assert table[21, code] == {0: 0, 8: 0x80}.get(code, 0x7F)
+    assert {place: int(code) for place, code in enumerate(inverse[21]) if code != 0x100} == {0: 0, 0x80: 8}
+
+
+@pytest.mark.parametrize("shift", [-120, -3, 0, 5, 100])
+def test_exponents_become_the_nearest_power_that_e4m3_holds(shift: int) -> None:
+    """2**-9 is its least number and 2**8 its greatest power."""
+    exponents = np.arange(256, dtype=np.uint8).reshape(2, 128)
+    out = np.empty((2, 256), np.uint8)
+    recode.to_e4m3_scales(exponents, shift, out)
+    powers = 2.0 ** np.clip(exponents.astype(np.int64) - BIAS - shift, -9, 8)
+    assert (out == np.repeat(e4m3(powers), 2, axis=1)).all()
+
+
+def test_scales_are_proven_where_a_group_holds_more_than_zeros() -> None:
+    codes = np.zeros((2, 64), np.uint8)
+    codes[0, 0], codes[1, 63] = 7, 12
+    exponents = np.full((2, 2), BIAS - 2, np.uint8)
+    out = np.empty((2, 4), np.uint8)
+    recode.to_e4m3_scales(exponents, -3, out)
+    assert recode.holds_e4m3_scales(packed(codes), exponents, out, 2.0**-3)
+    assert not recode.holds_e4m3_scales(packed(codes), exponents, out, 2.0**-4)
+    for row, group in ((0, 0), (1, 3)):
+        wrong = out.copy()
+        wrong[row, group] += 1
+        assert not recode.holds_e4m3_scales(packed(codes), exponents, wrong, 2.0**-3)
+    unused = out.copy()
+    unused[0, 1:], unused[1, :3] = 0x11, 0x22
+    assert recode.holds_e4m3_scales(packed(codes), exponents, unused, 2.0**-3)
