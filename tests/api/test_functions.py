@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -252,3 +253,64 @@ def test_two_checkpoints_are_compared(checkpoints: Path) -> None:
     assert (found.equal, found.projections, found.tensors) == (True, 24, 45)
     assert steps
     assert moeq.diff(checkpoints / NAME, checkpoints / NAME, experts_only=True).tensors == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "below", "given", "wanted"),
+    [
+        ("verify", "moeq.prove.verify.verify", {"slow": True, "workers": 3, "revision": "r", "signed_by": "k"}, {}),
+        ("restore", "moeq.prove.restore.restore", {"slow": True, "workers": 3}, {}),
+        ("diff", "moeq.prove.diff.diff", {"experts_only": True, "workers": 3}, {}),
+        (
+            "finalize", "moeq.pipeline.finalize.finalize", {"force": True, "workers": 3, "sign": "k"},
+            {"sign": Path("k")},
+        ),
+        (
+            "run_check", "moeq.check.run_check.run_check", {"revision": "r", "fp8_activations": True, "jobs": 2},
+            {"options": CheckOptions(activation_dtype="fp8", jobs=2), "fp8_activations": None, "jobs": None},
+        ),
+        (
+            "run_check", "moeq.check.run_check.run_check",
+            {
+                "options": CheckOptions(seed=7, activation_dtype="fp8"), "layers": (1,), "experts": (0, 2),
+                "tokens": (5,),
+            },
+            {
+                "options": CheckOptions(layers=(1,), experts=(0, 2), tokens=(5,), seed=7, activation_dtype="fp8"),
+                "layers": None, "experts": None, "tokens": None,
+            },
+        ),
+        (
+            "transcode", "moeq.transcode.transcode.transcode",
+            {"force": True, "workers": 3, "shard": "1/2", "executor": "ray", "stream_source": True, "reread": True,
+             "max_memory": "1GiB", "regroup": 64},
+            {"max_memory": 1 << 30},
+        ),
+    ],
+)  # fmt: skip
+def test_keywords_and_results_pass(
+    command: str, below: str, given: dict[str, Any], wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wanted` says what the function below gets, where that is not what was given; None: it gets no such keyword."""
+    seen: list[dict[str, Any]] = []
+    result = object()
+    module, _, name = below.rpartition(".")
+    monkeypatch.setattr(import_module(module), name, lambda *places, **keywords: seen.append(keywords) or result)
+    places: dict[str, tuple[str, ...]] = {"restore": ("dst", "out"), "diff": ("left", "right")}
+    more = {"to": "compressed-tensors", "dst": "out"} if command == "transcode" else {}
+    for progress in (False, print):
+        found = getattr(moeq, command)(*places.get(command, ("dst",)), **given, **more, progress=progress)
+        assert found is result
+    for keywords, progress in zip(seen, (None, print), strict=True):
+        expected = {**given, **wanted}
+        assert {name: keywords.get(name) for name in expected} == expected
+        assert keywords["progress"] is progress
+
+
+def test_a_transcoding_in_memory_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    below = import_module("moeq.transcode.transcode")
+    monkeypatch.setattr(below, "check", lambda *places, **keywords: seen.append(keywords) or "done")
+    given: dict[str, Any] = {"revision": "r", "workers": 2, "max_memory": 5, "names": "plain"}
+    assert moeq.transcode("src", to="compressed-tensors", check_only=True, progress=print, **given) == "done"
+    assert seen == [{**given, "advance": None}]

@@ -110,3 +110,20 @@ def test_smaller_groups_than_the_source_are_written(checkpoints, tmp_path) -> No
     fresh = packed(experts.save(tmp_path / "source"), tmp_path / "after")
     assert same_bytes(layer, fresh) == []
     assert writer.digest(0) == moeq.snapshot(layer) == moeq.Writer([fresh]).digest(0)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_an_expert_of_another_rank_is_judged_and_not_written(gather: bool, converted, checkpoints) -> None:
+    name = "gptq-int4-g32-qwen3moe"
+    experts = Experts.read(checkpoints / name)
+    layer = moeq.writable_layer(converted[name], 0, ep_rank=1, ep_size=2)
+    before = {role: {part: one.clone() for part, one in parts.items()} for role, parts in layer.tensors.items()}
+    writer = moeq.Writer([layer], Deployment(gpu=parse_gpu("A100"), ep=2), gather=gather)
+    digest = writer.digest(0)
+    parts = experts.parts(0, 3, "down")
+    done = writer.update(0, 0, "down", parts)
+    assert (done.rows, done.written_bytes, done.digest) == ((), 0, digest)
+    with pytest.raises(MoeqError):
+        writer.update(0, 0, "down", {**parts, "scales": parts["scales"][1:]})
+    for role, held in before.items():
+        assert all(torch.equal(layer.tensors[role][part], one) for part, one in held.items())  # type: ignore[index]
