@@ -14,7 +14,7 @@ from update.made import W2, W13, made
 
 import moeq
 from moeq.schemes.base import Scheme
-from moeq.update.device import obstacle
+from moeq.update.device import Gather, obstacle
 from moeq.update.layers import WritableLayer, snapshot_digest
 
 LAYOUT = "marlin-wna16/1"
@@ -128,3 +128,26 @@ def test_act_order_and_values_that_may_not_fit_are_left_to_the_cpu(scheme: Schem
     assert why.startswith(
         "values may not fit, so that they have to be looked at: scales and biases that are no bf16 numbers"
     )
+
+
+def test_experts_that_are_quantised_and_written_together(scheme: Scheme) -> None:
+    """All rows of a rank make up one tall matrix where nothing is padded, shared, cut or out of order."""
+
+    def together(layer: WritableLayer, role: Any = "w2") -> bool:
+        return Gather(layer, role).has_tall_layer
+
+    layer, weight = made(LAYOUT, scheme), scheme.weight
+
+    def sharing(rows: int) -> WritableLayer:
+        scale = replace(weight.scale, group_shape=(rows, weight.scale.group_shape[1]))
+        return replace(layer, scheme=replace(scheme, weight=replace(weight, scale=scale)))
+
+    assert together(layer)
+    assert together(layer, "w13")
+    assert not together(replace(layer, written={**layer.written, "w2": replace(W2, k=96)}))
+    assert not together(replace(layer, specs={**layer.specs, "w2": replace(W2, bias_dtype="f16")}))
+    assert not together(replace(layer, scheme=replace(scheme, weight=replace(weight, scale2=weight.scale))))
+    assert [together(sharing(rows)) for rows in (-1, 1, 32, 100, W2.n)] == [False, True, True, False, True]
+    assert not together(made("rdna3-int4/1", scheme)), "its zero points arrange no tensor"
+    orders = [(0, 1), (1, 0), (0, 0), (2, 7)]
+    assert [together(replace(layer, experts=order)) for order in orders] == [True, False, False, True]

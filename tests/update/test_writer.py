@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -361,3 +362,17 @@ def test_float_gate_and_up_of_nvfp4_share_a_global_scale_in_either_form(checkpoi
     moeq.Writer(layers.values()).update(0, 0, "w13", {"gate": gate, "up": up})
     moeq.Writer(wrapped.values()).update(0, 0, "w13", {"gate": {"weight": gate}, "up": {"weight": up}})
     assert same_bytes(layers[0], wrapped[0]) == []
+
+
+def test_an_expert_that_cannot_be_read_stops_an_update_of_another(checkpoints, converted) -> None:
+    """All digests are read before a byte changes: an error leaves the layer as it was."""
+    name = "gptq-int4-g32-actorder-qwen3moe"
+    parts = Experts.read(checkpoints / name).parts(0, 0, "down")
+    layer, before, whole = (replace(moeq.writable_layer(converted[name], 0), digests={}) for _ in range(3))
+    for one in (layer, before):
+        one.tensors["w2"]["permutation"][2, 5] = -1
+    with pytest.raises(MoeqError) as caught:
+        moeq.Writer([layer], gather=False).update(0, 1, "down", parts)
+    assert caught.value.code == "source.bad-data"
+    assert same_bytes(layer, before) == []
+    assert moeq.Writer([whole], gather=False).update(0, 1, "down", parts).rows == (1,)
