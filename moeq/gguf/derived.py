@@ -165,10 +165,11 @@ def join(
     runs: tuple[tuple[int, int], ...] = ((0, rows), (1, more))  # number of the tensor, count of its rows
     heads = 1  # groups of rows; each takes the next rows of every run
     if first.name.endswith("attn_qkv.weight"):
-        heads, size = config.get("linear_num_key_heads", 0), config.get("linear_key_head_dim", 0)
-        queries = heads * size if type(heads) is type(size) is int else 0
-        runs = ((0, queries), (0, queries), (0, rows - 2 * queries), (1, more))
-    if columns != others or columns <= 0 or heads <= 0 or any(count <= 0 or count % heads for _, count in runs):
+        named = (config.get(key) for key in ("linear_num_key_heads", "linear_key_head_dim"))
+        heads, size = (number if type(number) is int else 0 for number in named)
+        runs = ((0, heads * size), (0, heads * size), (0, rows - 2 * heads * size), (1, more))
+    counts = [count for _, count in runs]
+    if columns != others or min(columns, heads, *counts) <= 0 or any(count % heads for count in counts):
         detail = f"{where}: {first.name} {list(first.shape)} and {second.name} {list(second.shape)} do not fit together"
         raise MoeqError("source.inconsistent", detail)
     keeps_bytes = first.type == second.type

@@ -114,9 +114,8 @@ def pack_stream(codes: Tensor, bits: int, words: int) -> Tensor:
     for index in range(8):
         joined |= lanes64[..., index] << (bits * index)
     octets = torch.stack([(joined >> (8 * byte)) & 0xFF for byte in range(bits)], dim=-1).to(torch.uint8).flatten(-2)
-    missing = words * 4 - octets.shape[1]
-    octets = torch.nn.functional.pad(octets, (0, missing)) if missing > 0 else octets[:, : words * 4]
-    return _seen_as(octets, torch.int32)
+    # A negative padding cuts off what the last eight codes have beyond the last word.
+    return _seen_as(torch.nn.functional.pad(octets, (0, words * 4 - octets.shape[1])), torch.int32)
 
 
 def _seen_as(tensor: Tensor, kind: dtype) -> Tensor:

@@ -122,6 +122,11 @@ def test_rope_scaling() -> None:
     }  # fmt: skip
 
 
+def test_a_token_that_a_file_does_not_name_hides_no_other() -> None:
+    assert made("qwen3moe", **{"tokenizer.ggml.bos_token_id": None})["eos_token_id"] == 1
+    assert "bos_token_id" not in made("qwen3moe", **{"tokenizer.ggml.bos_token_id": None})
+
+
 def test_token_ids_are_numbers() -> None:
     with pytest.raises(MoeqError, match="eos_token_id is 'x', expected a number"):
         made("qwen3moe", **{"tokenizer.ggml.eos_token_id": "x"})

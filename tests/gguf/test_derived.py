@@ -193,6 +193,8 @@ def test_rows_of_queries_keys_values_and_gates() -> None:
     [
         (14, 6, {}),
         (14, 6, LINEAR | {"linear_num_key_heads": 0}),
+        (14, 6, LINEAR | {"linear_num_key_heads": "2"}),
+        (14, 6, LINEAR | {"linear_key_head_dim": None}),
         (14, 6, LINEAR | {"linear_num_key_heads": -2, "linear_key_head_dim": -2}),
         (14, 6, LINEAR | {"linear_key_head_dim": "2"}),
         (14, 5, LINEAR),

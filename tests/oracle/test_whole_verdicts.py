@@ -1,9 +1,10 @@
 """Whole verdicts on questions that reach every line of the engines' rules: each field, reason and hint of each.
 
     PYTHONPATH=.:kernels:tests:tools python tests/oracle/test_whole_verdicts.py            (what is said of them now)
-    PYTHONPATH=.:kernels:tests:tools python tests/oracle/test_whole_verdicts.py --choose   (other questions)
+    PYTHONPATH=.:kernels:tests:tools python tests/oracle/test_whole_verdicts.py --choose   (more, for lines that are new)
 
-Questions are those that the engines themselves were asked: `differential` holds the decisions against theirs.
+Questions are those that the engines themselves were asked, and neighbours of them, each of which noticed a mutant that
+the others had let pass. `differential` and `loads` hold the decisions against the engines' own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import json
 import lzma
 import random
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +25,8 @@ from oracle.differential import samples
 from oracle.differential.compare import question_of
 from oracle.differential_sglang import samples as sglang
 from oracle.examples import CHECKPOINTS, every_scheme
+from oracle.loads import cases as loads
+from oracle.loads import files
 
 import moeq
 from moeq.deploy.deployment import Deployment
@@ -37,8 +42,13 @@ from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 Row = dict[str, Any]
 PATH = Path(__file__).parents[1] / "data" / "oracle" / "verdicts.json.xz"
 
-#: Every so many questions, single changes are tried as well.
+#: Of so many questions that are chosen, one is put with single changes as well.
 EXPLAINED = 7
+#: Seed of the small checkpoints whose experts' tensors are compared with what an engine loads.
+LOADS = "o33b"
+
+#: Tests that questions are dealt out to.
+SHARES = 12
 
 #: Devices of the questions to moeq's own kernels.
 DEVICES = ("V100", "A100", "MI300X")
@@ -55,11 +65,12 @@ class Question(NamedTuple):
     engine: str
     world: Row
     case: Row
+    explain: bool = False
 
 
-def said(question: Question, *, explain: bool) -> Row:
+def said(question: Question) -> Row:
     """The verdict on a question, or the error, as JSON has it."""
-    engine, world, case = question
+    engine, world, case, explain = question
     try:
         if engine == "config":
             return config_of(every_scheme()[case["scheme"]][0])
@@ -67,8 +78,11 @@ def said(question: Question, *, explain: bool) -> Row:
             where = Deployment(parse_gpu(case["gpu"]), tp=case["tp"], engine=case["engine"])
             verdict = judge_checkpoint(moeq.open(CHECKPOINTS / case["name"]), where, explain=False)
             return _as_json(verdict)
+        if engine == "load":
+            return _as_json(_of_load(loads.case(LOADS, case["number"]), case))
         if engine == "moeq":
             scheme, shape = every_scheme()[case["scheme"]]
+            shape = replace(shape, **case.get("shape", {}))
             deployment = Deployment(parse_gpu(case["gpu"]), engine=engine, **case["options"])
             verdict = judge(scheme, shape, deployment)
         elif engine == "sglang":
@@ -81,6 +95,17 @@ def said(question: Question, *, explain: bool) -> Row:
     except MoeqError as error:
         return {"code": error.code, "message": error.message, "hint": error.hint}
     return _as_json(verdict)
+
+
+def _of_load(stored: Row, case: Row) -> Verdict:
+    given = {**stored["deployment"], **case.get("options", {})}
+    ranks = given["tp"] * given["dp"]
+    where = Deployment(
+        parse_gpu(given["gpu"]), tp=given["tp"], dp=given["dp"], ep=ranks if given["ep"] else 1,
+        backend=given["backend"], quantization=given["quantization"], engine=f"vllm@{case['version']}",
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        return judge_checkpoint(moeq.open(files.write(Path(folder, "source"), stored)), where, explain=False)
 
 
 def _as_json(verdict: Verdict) -> Row:
@@ -123,26 +148,27 @@ def always() -> Iterator[Question]:
     yield from (Question("config", {}, {"scheme": name}) for name in every_scheme())
 
 
-def choose(questions: Sequence[Question], times: int) -> list[Question]:
-    """Few questions that reach every line, and every jump between two, as often as that if any do."""
+def choose(kept: Sequence[Question], questions: Sequence[Question], times: int) -> list[Question]:
+    """Few more questions, with which every line is reached, and every jump between two, as often as that if any do."""
     import coverage
 
     measured = coverage.Coverage(data_file=None, branch=True, include=["*/moeq/oracle/*"], messages=False)
     order = random.Random(0).sample(range(len(questions)), len(questions))
     reached: dict[tuple[str, tuple[int, int]], int] = {}
     chosen = []
-    for number in order:
+    for number, question in [*((-1, one) for one in kept), *((number, questions[number]) for number in order)]:
         measured.erase()
         measured.start()
-        said(questions[number], explain=False)
+        said(question._replace(explain=False))
         measured.stop()
         data = measured.get_data()
         found = {(file, arc) for file in data.measured_files() for arc in data.arcs(file) or ()}
         if any(reached.get(one, 0) < times for one in found):
-            chosen.append(number)
+            chosen += [number] if number >= 0 else []
             for one in found:
                 reached[one] = reached.get(one, 0) + 1
-    return [questions[number] for number in sorted(chosen)]
+    more = [questions[number] for number in sorted(chosen)]
+    return [one._replace(explain=number % EXPLAINED == 0) for number, one in enumerate(more)]
 
 
 def load() -> list[tuple[Question, Row]]:
@@ -150,21 +176,23 @@ def load() -> list[tuple[Question, Row]]:
     return [(Question(*question), verdict) for question, verdict in json.loads(lzma.decompress(PATH.read_bytes()))]
 
 
-@pytest.mark.parametrize("share", range(6))
+@pytest.mark.parametrize("share", range(SHARES))
 def test_verdicts_are_as_they_were(share: int) -> None:
     rows = load()
     assert len(rows) > 1500
-    for number, (question, wanted) in list(enumerate(rows))[share::6]:
-        found = said(question, explain=number % EXPLAINED == 0)
+    for question, wanted in rows[share::SHARES]:
+        found = said(question)
         assert found.keys() == wanted.keys(), question
         differing = {name: (value, wanted[name]) for name, value in found.items() if value != wanted[name]}
         assert not differing, question
 
 
 if __name__ == "__main__":
-    kept = choose(list(asked()), 4) if "--choose" in sys.argv else [question for question, _ in load()]
-    kept = [*(one for one in kept if one.engine not in ("config", "moeq", "stored")), *always()]
-    answers = [said(question, explain=number % EXPLAINED == 0) for number, question in enumerate(kept)]
+    kept = [question for question, _ in load()]
+    kept += choose(kept, list(asked()), 4) if "--choose" in sys.argv else []
+    fixed = list(always())
+    kept = [*(one for one in kept if one.engine not in ("config", "stored") and one not in fixed), *fixed]
+    answers = [said(question) for question in kept]
     text = json.dumps([[question, answer] for question, answer in zip(kept, answers, strict=True)])
     PATH.write_bytes(lzma.compress(text.encode(), preset=9))
     print(f"{len(kept)} questions, {len(text):,} characters, {PATH.stat().st_size:,} bytes")

@@ -79,6 +79,15 @@ def test_every_backend_has_its_state_and_reason(page: str, checkpoints: Path) ->
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
+def test_options_of_the_deployment_are_told_and_its_ranks_are_not(checkpoints: Path) -> None:
+    where = moeq.Deployment(gpu=parse_gpu("H100"), tp=2, ep=2, dp=4, lora=True, dtype="fp16")
+    page = render(moeq.open(checkpoints / NAME), where, [parse_gpu("A100")], (1,))
+    told = re.search(r"<p[^>]*>([^<]*fp16[^<]*)<", page)
+    assert told is not None, page[:3000]
+    assert "lora, fp16" in told[1]
+    assert not re.search(r"H100|\b(TP|EP|DP) \d", told[1])
+
+
 def test_names_of_a_checkpoint_are_escaped(checkpoints: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(checkpoints / NAME, tmp_path / "<img src=x>"))
     page = render(moeq.open(source), moeq.Deployment(gpu=parse_gpu("A100")), [parse_gpu("A100")], (1,))

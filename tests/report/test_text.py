@@ -91,6 +91,7 @@ def test_a_ranking() -> None:
     assert any("microseconds of one layer on one rank by tokens of a call, H100, int4" in row for row in shown)
     cells = next(row for row in shown if row.strip(" │").startswith("A "))
     assert all(f" {10.4 * tokens:.0f} " in cells for tokens in (*DECODE, *PREFILL))
+    last = f" {10.4 * PREFILL[-1]:.0f} "
     assert "5% / 25%" in cells
     assert "90 calls, 7 layers" in cells
     text = "\n".join(shown)
@@ -99,6 +100,10 @@ def test_a_ranking() -> None:
     assert "a note" in text
     assert "no times   D, E: eligible, not measured here, not ranked" in text
     assert "no times" not in "\n".join(printed(render_ranking, replace(ranking, unmeasured=())))
+    heads = next(row for row in shown if "backend" in row)
+    assert heads.split("┃")[1].startswith(" backend")
+    assert cells.split("│")[1].startswith(" A")
+    assert heads.index(f" {PREFILL[-1]} ") + len(f" {PREFILL[-1]}") == cells.index(last) + len(last.rstrip())
 
 
 def test_a_ranking_of_one_and_of_none() -> None:
