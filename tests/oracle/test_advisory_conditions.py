@@ -29,8 +29,8 @@ AMX, MI300 = Gpu("x86-amx", "cpu", "x86-amx"), Gpu("MI300X", "rocm", "gfx942")
 def made(
     *, runs: tuple[str, str | None] | None = ("TRITON", "TritonExperts"), supported: bool = True,
     key: str | None = None, error: str | tuple[str, str] | None = None, failed: str = "", passed: str = "",
-    entry: str = "gptq", config: Row | None = None, missing: tuple[int, ...] = (), bias_reason: str = "", refused: bool = False,
-    flag: str = "marlin", **fields: Any,
+    entry: str = "gptq", config: Row | None = None, missing: tuple[int, ...] = (), bias_reason: str = "",
+    refused: bool = False, flag: str = "marlin", **fields: Any,
 ) -> Outcome:  # fmt: skip
     """A decision with these facts; fields of the layer, the method and the deployment by their names."""
     shape = {name: fields.pop(name) for name in list(fields) if hasattr(SHAPE, name)}

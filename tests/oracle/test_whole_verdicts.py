@@ -1,7 +1,7 @@
 """Whole verdicts on questions that reach every line of the engines' rules: each field, reason and hint of each.
 
-    PYTHONPATH=.:kernels:tests:tools python tests/oracle/test_whole_verdicts.py            (what is said of them now)
-    PYTHONPATH=.:kernels:tests:tools python tests/oracle/test_whole_verdicts.py --choose   (more, for lines that are new)
+    PYTHONPATH=.:kernels:tests:tools python tests/oracle/test_whole_verdicts.py            (what is said now)
+    PYTHONPATH=.:kernels:tests:tools python tests/oracle/test_whole_verdicts.py --choose   (more, for new lines)
 
 Questions are those that the engines themselves were asked, and neighbours of them, each of which noticed a mutant that
 the others had let pass. `differential` and `loads` hold the decisions against the engines' own.
