@@ -53,6 +53,8 @@ def test_seeds_and_layers_give_other_tokens() -> None:
         made(one, seed).x for one, seed in ((sample, 1), (sample, 1), (sample, 2), (replace(sample, layer=3), 1))
     )
     assert torch.equal(first, again)
+    drawn = torch.Generator().manual_seed(1_000_003 + 2)  # a million layers keep seeds apart
+    assert torch.equal(first, torch.randn(6, 16, generator=drawn).bfloat16())
     assert len({tuple(one.flatten().tolist()) for one in (first, other_seed, other_layer)}) == 3
 
 
