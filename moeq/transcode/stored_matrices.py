@@ -107,7 +107,7 @@ class StoredFloats:
         fields = {"values": region.array(scratch, shape, self._dtype) if self.transposed else self._weight(stored)}
         if "bias" in stored:
             width = len(stored["bias"]) // self.spec.n
-            fields["bias"] = stored["bias"].view(f"u{width}").reshape(-1, 1)
+            fields["bias"] = stored["bias"].view(f"u{width}")[:, None]
         return fields
 
     def finish(self, stored: Stored, scratch: Array) -> None:

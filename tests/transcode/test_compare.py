@@ -104,3 +104,16 @@ def test_a_row_of_the_report() -> None:
     assert found.text == (
         "m: 2 of 4 blocks (2 x 4), 2 of 24 numbers; largest change 1, relative 0.114; first [1, 5]: 2 became 2.5"
     )
+
+
+@pytest.mark.parametrize("least", [0, 1 << 40], ids=["compiled", "torch"])
+def test_numbers_that_are_not_finite_have_no_part_in_the_norm(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setattr(words, "COMPILED_FROM", least)
+    values = torch.tensor([[torch.inf, -torch.inf, torch.nan, 2.0]])
+    before = QuantizedMatrix(MatrixSpec("down", 1, 4, "f32", 4, "f32"), values, torch.ones(1, 1))
+    after = values.clone()
+    after[0, 3] = 3.0
+    found = compare("m", before, after, (1, 4))
+    assert found is not None
+    assert (found.numbers, found.relative, found.first) == (1, 0.5, (0, 3))

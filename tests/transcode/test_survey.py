@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from checkpoint.builder import Stored, Tensors, config, ct, ct_config, experts, 
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
+from moeq.schemes.registry import read_dialect
 from moeq.transcode.survey import TranscodeRequest, _check_regroup, _whole_groups
 from moeq.transcode.transcode import open_transcode
+from moeq.transcode.transcode_plan import _reader
 
 WHERE = "model.layers.0.mlp.experts"
 
@@ -111,3 +114,21 @@ def test_a_checkpoint_without_quantised_modules(tmp_path: Path) -> None:
     code, message, hint = refusal(made, "fp8")
     assert (code, hint) == ("source.not-quantized", "there is nothing to do")
     assert message.endswith("nothing in it is quantised")
+
+
+def test_a_config_that_would_be_misread_is_a_bug(checkpoints: Path) -> None:
+    """What is written is described as a reader describes it: by its headers together with the config."""
+    plan = open_transcode(TranscodeRequest(str(checkpoints / "gptq-int4-g32-qwen3moe"), "compressed-tensors")).plan
+    assert plan.config is not None
+    declaration = read_dialect("compressed-tensors", plan.config, "written config")
+    (projected, _), described = next(iter(plan.described.items()))
+    module = f"{WHERE}.0.gate_proj"
+    assert _reader(projected, module, declaration) == described
+    for wrong, declared in (
+        (projected, replace(declaration, resolve=lambda module: None)),
+        (replace(projected, spelling="gptq"), None),
+    ):
+        with pytest.raises(MoeqError, match="the config to be written does not describe it as") as caught:
+            _reader(wrong, module, declared)
+        assert caught.value.code == "bug.config"
+        assert str(wrong.spec) in caught.value.message

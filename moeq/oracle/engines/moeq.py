@@ -152,7 +152,7 @@ def _scale(request: Request, row: KernelRow) -> Iterator[Reason]:
 
 def _group(request: Request, row: KernelRow) -> Iterator[Reason]:
     if request.group not in row.format.group_sizes:
-        known = ", ".join("channel" if size < 0 else str(size) for size in row.format.group_sizes)
+        known = ", ".join("channel" if size == -1 else str(size) for size in row.format.group_sizes)
         yield Reason("K04_GROUP", f"group size {request.group} is not one of {known}")
 
 
