@@ -60,6 +60,24 @@ def test_the_round_trip(call, checkpoints, tmp_path) -> None:
     assert (code, document["schema"], document["differing"], document["worst"]) == (0, "moeq.diff/1", [], None)
 
 
+def test_inspect_describes_a_conversion(call, checkpoints, tmp_path) -> None:
+    source, out = checkpoints / INT4, tmp_path / "out"
+    call("convert", source, out, "--gpu", "a100", "--tp", "2")
+    code, document = call("inspect", out)
+    manifest = json.loads((out / "moeq.json").read_text())
+    found = document["conversion"]
+    assert code == ExitCode.OK
+    assert found["source"] == {"name": str(source), "revision": None}
+    assert found["identity"] == manifest["source"]["identity"] is not None
+    assert found["layouts"] == ["marlin-wna16/1"]
+    for name in ("moeq_version", "backend", "deployment", "copied", "loads_in"):
+        assert found[name] == manifest[name], name
+    assert found["deployment"]["tp"] == 2
+    assert [row.pop("layer") for row in found["sharding"]] == [0, 1]
+    assert found["sharding"] == [layer["sharding"] for layer in manifest["layers"]]
+    assert call("inspect", source)[1]["conversion"] is None
+
+
 def test_numbers_that_the_engine_rounds_itself(call, text, checkpoints, tmp_path) -> None:
     """Float32 scales on Marlin: refused with what would be lost and who else loses it, then written and taken back."""
     source, out, back = checkpoints / "modelopt-fp8-qwen3moe", tmp_path / "out", tmp_path / "back"

@@ -126,6 +126,10 @@ class TestHeartbeats:
             clock.now = 0.1
             report.update(1, 1000, "one")
             assert report._measure().seconds_left is None
+            for now, done, known in ((2.9, 500, False), (3.0, 500, True), (3.0, 19, False), (3.0, 20, True)):
+                clock.now = now
+                report.update(done, 1000, "copies")
+                assert (report._measure().seconds_left is not None) is known, (now, done)
             clock.now = 10.0
             report.update(900, 1000, "copies")
             for second in range(11, 60):
