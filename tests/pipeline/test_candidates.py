@@ -50,6 +50,13 @@ def test_what_an_engines_own_kernel_costs_is_said(checkpoints) -> None:
     assert "without backend, moeq-mxfp4/1 would be written" in (why or "")
 
 
+def test_only_an_asked_backend_is_told_what_would_be_written_without_it(checkpoints) -> None:
+    checkpoint, where = moeq.open(checkpoints / "mxfp4-gptoss"), Deployment(gpu=parse_gpu("H100"))
+    found = [*candidates(checkpoint, Question(where), 0, None, judge_checkpoint(checkpoint, where, 0))]
+    assert [row.layout for row in found[:2]] == ["moeq-mxfp4/1", "triton-kernels-hopper/1"]
+    assert not any("without backend" in (row.why or "") for row in found)
+
+
 def test_where_adapters_rule_moeqs_kernels_out_the_engine_chooses(checkpoints) -> None:
     assert chosen(checkpoints / "mxfp4-gptoss", lora=True)[0] != "moeq-mxfp4/1"
 

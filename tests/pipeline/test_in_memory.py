@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,12 @@ import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
 from moeq.layouts import words
-from moeq.layouts.parts import torch_dtype
+from moeq.layouts.parts import TensorSpec, torch_dtype
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import open_converted, read_parts, uneven_unit
 from moeq.pipeline import in_memory
 from moeq.pipeline.in_memory import RankPacker
+from moeq.pipeline.pack.inputs import ALIGNMENT
 from moeq.pipeline.plan.options import Ranks
 
 pytest.importorskip("numba")
@@ -236,3 +239,57 @@ def test_damage_is_found_and_nothing_is_written(checkpoints: Path, tmp_path: Pat
     with pytest.raises(MoeqError, match=r"ended before byte|truncated|changed"):
         packer.pack(1, tensors)
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+class Runtime:
+    """The CUDA runtime as far as locking pages needs it."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __init__(self, status: int) -> None:
+        self.status, self.told = status, list[tuple[Any, ...]]()
+
+    def cudaHostRegister(self, *given: int) -> int:
+        self.told.append(("register", *given))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.told.append(("unregister", address))
+        return 0
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_locked_memory_is_unlocked_when_it_is_freed(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(status)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = in_memory.pinned_memory(12_345)
+    address = memory.ctypes.data
+    assert (memory.nbytes, memory.dtype, address % ALIGNMENT) == (12_345, np.uint8, 0)
+    assert runtime.told == [("register", address, 12_345, 0)]  # cudaHostRegisterDefault
+    part = memory[:10]
+    del memory
+    gc.collect()
+    assert len(runtime.told) == 1, "a part is in use"
+    del part
+    gc.collect()
+    assert runtime.told[1:] == [("unregister", address)] * (status == 0)
+
+
+def rows_filled(tensor: torch.Tensor, start: int = 100) -> torch.Tensor:
+    """Fill rows 1 and 2 of a stack of `[4, 2, 3]` bfloat16 numbers that begins at byte 100 of its file."""
+    numbers = torch.arange(24, dtype=torch.bfloat16).view(4, 2, 3)
+    stack = in_memory._Stack(start, start + 48, tensor, TensorSpec((2, 3), "BF16"))
+    stack.fill(memoryview(numbers.view(-1).view(torch.uint8).numpy())[12:36], start + 12)
+    return tensor
+
+
+def test_a_stack_takes_bytes_and_numbers_of_another_dtype() -> None:
+    wanted = torch.zeros(4, 2, 3, dtype=torch.bfloat16)
+    wanted[1:3] = torch.arange(6, 18).view(2, 2, 3)
+    for tensor in (
+        torch.zeros(4, 2, 3, dtype=torch.bfloat16),
+        torch.zeros(4, 2, 3, dtype=torch.float32),
+        torch.zeros(4, 2, 3, dtype=torch.float16),
+        torch.zeros(4, 3, 2, dtype=torch.bfloat16).transpose(1, 2),
+    ):
+        assert torch.equal(rows_filled(tensor).to(torch.bfloat16), wanted)

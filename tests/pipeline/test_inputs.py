@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,3 +265,24 @@ class TestCopiesByTheKernel:
         monkeypatch.delattr(os, "copy_file_range")
         assert not self.copy(source, target)
         assert target.read_bytes() == b"x" * 40
+
+
+def test_the_page_cache_is_asked_for_each_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By cachestat(2): a range is its first byte and its length, and the first of five numbers the pages it holds."""
+    told: list[tuple[int, int, int, int, int]] = []
+
+    def syscall(number: int, fd: int, asked: Any, found: Any, flags: int) -> int:
+        assert len(found) == 5
+        told.append((number, fd, *asked, flags))
+        found[0] = asked[1] // os.sysconf("SC_PAGESIZE") // 2
+        return 0
+
+    page = os.sysconf("SC_PAGESIZE")
+    monkeypatch.setattr(inputs, "libc", lambda: SimpleNamespace(syscall=syscall))
+    assert inputs._cached_share(7, [(0, 2 * page), (10 * page, 16 * page)]) == 0.5
+    assert told == [(451, 7, 0, 2 * page, 0), (451, 7, 10 * page, 6 * page, 0)]
+    assert inputs._cached_share(7, []) == 0.0
+    monkeypatch.setattr(inputs, "libc", lambda: SimpleNamespace(syscall=lambda *given: -1))
+    assert inputs._cached_share(7, [(0, page)]) is None
+    monkeypatch.setattr(inputs.sys, "platform", "darwin")
+    assert inputs._cached_share(7, [(0, page)]) is None

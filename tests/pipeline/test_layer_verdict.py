@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from moeq.model.info import RoutingInfo
 from moeq.pipeline.plan.layer_plan import _padded_group
 from moeq.pipeline.plan.layer_verdict import (
     class_gate,
+    heads_problem,
     judge_checkpoint,
     routing_name,
     side_config_gate,
@@ -240,3 +242,28 @@ def test_experts_of_another_size_than_the_config_says(
             f"experts of layer 0 have {own} intermediate features, and the engine creates {own + (created or 0)} by "
             "the config"
         )
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "said"),
+    [
+        (3, 3, 1, None),
+        (4, 4, 2, None),
+        (3, 3, 2, "3 attention heads are not divisible by tp 2 (3 % 2 = 1)"),
+        (None, None, 2, None),
+        (8, 2, 4, None),  # two ranks for each
+        (12, 3, 2, "3 key-value heads are not divisible by tp 2, and tp 2 is not divisible by 3"),
+        (12, 2, 3, "2 key-value heads are not divisible by tp 3, and tp 3 is not divisible by 2"),
+        (12, 6, 3, None),
+        (12, None, 3, None),
+    ],
+)
+def test_every_rank_gets_whole_heads(heads: int | None, kv_heads: int | None, tp: int, said: str | None) -> None:
+    facts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    document = {name: value for name, value in facts.items() if value is not None}
+    checkpoint: Any = SimpleNamespace(source=SimpleNamespace(config=document))
+    assert heads_problem(checkpoint, where(tp=tp)) == said
+    assert heads_problem(checkpoint, where(tp=tp, engine="moeq")) is None
+    document["kv_lora_rank"] = 512  # one latent head, which every rank has
+    whole = said is None or "key-value" in said
+    assert heads_problem(checkpoint, where(tp=tp)) == (None if whole else said)

@@ -110,3 +110,13 @@ def test_a_sample_is_read_once_and_bounded(hub: Hub, checkpoints: Path, tmp_path
     scales, codes = spans[:2], spans[2]
     assert [spans.count(span) for span in (*scales, codes)] == [3, 3, 2], "once a context, and the last one stops"
     assert None not in spans
+
+
+def test_a_dry_run_of_a_folder_tells_a_loss(checkpoints: Path, tmp_path: Path) -> None:
+    where = moeq.Deployment(gpu=moeq.gpu("H100"))
+    with pytest.raises(MoeqError) as caught:
+        moeq.convert(checkpoints / LOSSY, tmp_path / "out", where, dry_run=True)
+    assert caught.value.code == "answer.lossy"
+    done = moeq.convert(checkpoints / LOSSY, tmp_path / "out", where, dry_run=True, allow_lossy=True)
+    assert done.manifest is None
+    assert list(tmp_path.iterdir()) == []

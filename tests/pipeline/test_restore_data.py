@@ -101,6 +101,12 @@ def test_more_than_is_ever_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert code == "source.too-large"
     last = len(PARTS["header/model.safetensors"])
     assert message.endswith(f"'header/model.safetensors' has {last:,} bytes, more than is ever kept")
+    monkeypatch.setattr(restore_data, "_MAX_KEPT_BYTES", size)
+    monkeypatch.setattr(restore_data, "MAX_HEADER_BYTES", last - 8)  # the header's length is before it
+    RestoreData(written(tmp_path), ENTRY)
+    monkeypatch.setattr(restore_data, "MAX_HEADER_BYTES", last - 9)
+    assert refused(written(tmp_path)) == (code, message)
+    monkeypatch.setattr(restore_data, "MAX_HEADER_BYTES", last)
     monkeypatch.setattr(restore_data, "limit_of", lambda name: len(CONFIG) - 1)
     assert "'text/config.json' has 19 bytes" in refused(written(tmp_path))[1]
 
