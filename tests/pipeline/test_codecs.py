@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from moeq.layouts.float_bits import bits_of, numbers_of
 from moeq.pipeline.pack.fast.codecs import Shifted, _shifted
+from moeq.pipeline.pack.fast.parts import FastPart, present
 
 WIDTHS = {"f32": np.uint32, "bf16": np.uint16, "f16": np.uint16, "e8m0": np.uint8}
 
@@ -55,3 +59,20 @@ def test_tables_have_every_number_once(logical: str, bits: int) -> None:
     assert (stored.shape, kept.shape) == ((1 << bits,), (1 << bits,))
     one = int(bits_of(np.float32([1.0]), logical)[0])
     assert (int(kept[one]), int(kept[-1])) == (1, 0)  # the last is no number
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_rows_that_share_a_stored_row_are_sampled_and_spread(every: int) -> None:
+    part: Any = SimpleNamespace(every=every, starts=(0, 0))
+    part.sampled = lambda views: FastPart.sampled(part, views)
+    part._shared = lambda views: FastPart._shared(part, views)
+    first, second = np.arange(6.0).repeat(every).reshape(-1, 1), np.arange(10.0, 16.0).repeat(every).reshape(-1, 1)
+    sampled = FastPart.sampled(part, [first, None])
+    assert sampled[1] is None
+    assert present(sampled[0])[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert FastPart.shares(part, [first, second])
+    first[-1] += 1
+    assert FastPart.shares(part, [first, second]) is (every == 1)
+    FastPart.spread(part, [first, second])
+    assert first[-1] == (6.0 if every == 1 else 5.0)
+    assert FastPart.shares(part, [first, second])

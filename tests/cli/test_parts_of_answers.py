@@ -1,0 +1,198 @@
+"""Small parts of the command line by themselves: consoles, shards, cells of a matrix, and what options become."""
+
+from __future__ import annotations
+
+import os
+import sys
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from moeq.check.sampling import CheckOptions
+from moeq.cli import oracle, shards
+from moeq.cli.app import run
+from moeq.cli.out import Output, _console, _silence, write
+from moeq.cli.progress import ProgressReport
+from moeq.cli.screen import Screen, _literal_text
+from moeq.pipeline.run.work_shards import ShardRun, WorkShard
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_text_that_is_not_plain_keeps_its_styles() -> None:
+    text = Text.assemble("a\x1b", ("b\u202e", "bold red"), "c", ("d\n", "cyan"), style="dim")
+    found = _literal_text(text)
+    assert found.plain == r"a\x1bb\u202ecd\n"
+    assert [(found.plain[one.start : one.end], str(one.style)) for one in found.spans] == [
+        (r"b\u202e", "bold red"),
+        (r"d\n", "cyan"),
+    ]
+    assert str(found.style) == "dim"
+    unchanged = Text.assemble("a", ("b", "bold"))
+    assert _literal_text(unchanged) is unchanged
+
+
+def test_tables_are_made_plain_everywhere() -> None:
+    table = Table(title="t\x1b")
+    table.add_column("h\x1b")
+    table.add_row("c\x1b")
+    drawn = StringIO()
+    Screen(file=drawn, width=60).print(table, "[bold]x[/bold]")
+    assert "\x1b" not in drawn.getvalue()
+    assert all(one in drawn.getvalue() for one in (r"t\x1b", r"h\x1b", r"c\x1b", "[bold]x[/bold]"))
+
+
+def test_what_is_piped_is_not_wrapped_or_styled() -> None:
+    drawn = StringIO()
+    console = _console(drawn, StringIO())
+    assert console.width == 160
+    console.print(Text("word " * 60, style="bold"))
+    assert drawn.getvalue().rstrip(" \n") == ("word " * 60).rstrip()
+    assert not console.is_terminal
+
+
+def test_a_terminal_has_its_own_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    drawn = StringIO()
+    console = _console(drawn, Terminal())
+    assert (console.width, console.is_terminal) == (70, True)
+    console.print(Text("word " * 60, style="bold"))
+    assert max(map(len, drawn.getvalue().splitlines())) < 100
+    assert "\x1b[1m" in drawn.getvalue()
+
+
+def test_a_stream_that_fails_is_silent_from_then_on(tmp_path: Path) -> None:
+    full = open(tmp_path / "out", "w", encoding="ascii")  # noqa: SIM115
+    _silence(full)
+    full.write("words\u00e4"[:5])
+    full.flush()
+    os.write(full.fileno(), b"more")
+    full.close()
+    assert (tmp_path / "out").read_bytes() == b""
+    closed = open(tmp_path / "out", "w", encoding="ascii")  # noqa: SIM115
+    closed.close()
+    assert write(closed, "x") is None
+
+
+def test_letters_that_a_stream_lacks_are_written_out(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "w", encoding="ascii") as stream:
+        assert write(stream, "a \u2192 b\n") is None
+    assert (tmp_path / "out").read_text() == "a \\u2192 b\n"
+
+
+def conversion(run: ShardRun | None) -> Any:
+    plan = SimpleNamespace(units=range(122))
+    return SimpleNamespace(shard=run, plan=plan, destination=Path("/a b/out"))
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_what_is_said_of_a_shard(done: bool) -> None:
+    of_three = conversion(ShardRun(WorkShard(3, 8), 17, 1 << 20, done))
+    whole = conversion(None)
+    assert shards.title(of_three) == "shard 3/8 (17 of 122 units) of "
+    assert shards.title(whole) == ""
+    assert (shards.is_done(of_three), shards.is_done(whole)) == (done, False)
+    assert shards.document(of_three) == {"index": 3, "count": 8, "units": 17, "bytes_out": 1 << 20, "done": done}
+    assert shards.document(whole) is None
+    for one, said in ((of_three, done), (whole, False)):
+        drawn = StringIO()
+        shards.render_next(Screen(file=drawn, width=120), one)
+        told = "next when all shards are done: moeq finalize '/a b/out'"
+        assert " ".join(drawn.getvalue().split()) == (told if said else "")
+
+
+@pytest.mark.parametrize(
+    ("own", "refused", "shown"),
+    [(None, None, None), ("no", None, "no"), (None, "lossy", "lossy"), ("no", "lossy", "no")],
+)
+def test_a_cell_tells_why_nothing_runs_or_is_written(own: str | None, refused: str | None, shown: str | None) -> None:
+    advisories = [SimpleNamespace(code="one"), SimpleNamespace(code="two")]
+    convert = SimpleNamespace(layout="marlin-wna16/1", flag="--moe-backend marlin")
+    chosen = SimpleNamespace(backend="MARLIN", experts="MarlinExperts")
+    verdict: Any = SimpleNamespace(ok=own is None, refusal=own, chosen=chosen, convert=convert, advisories=advisories)
+    cell = oracle.Cell("H100", 2, 4, verdict, refused, ("vLLM",))
+    assert oracle._cell(cell) == {
+        "gpu": "H100", "tp": 2, "ep": 4, "ok": own is None, "backend": "MARLIN", "experts": "MarlinExperts",
+        "convert": "marlin-wna16/1", "flag": "--moe-backend marlin", "advisories": ["one", "two"], "refusal": shown,
+        "converts": True, "loads_in": ["vLLM"],
+    }  # fmt: skip
+    verdict.chosen = verdict.convert = None
+    found = oracle._cell(cell)
+    assert [found[name] for name in ("backend", "experts", "convert", "flag", "converts")] == [None] * 4 + [False]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], CheckOptions()),
+        (["--layers", "0,3-5", "--experts", "7", "--tokens", "1-2", "--seed", "9", "--device", "cpu", "--jobs", "3"],
+         CheckOptions([0, 3, 4, 5], [7], [1, 2], 9, "cpu", jobs=3)),
+        (["--no-digests"], CheckOptions(digests=False)),
+        (["--digests-only"], CheckOptions(kernels=False)),
+        (["--fp8-activations"], CheckOptions(activation_dtype="fp8")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "backend", [[], ["--engine", "vllm"], ["--engine", "vllm", "--all-backends"], ["--all-backends"]]
+)
+def test_options_of_a_check(given: list[str], expected: CheckOptions, backend: list[str], monkeypatch: Any) -> None:
+    asked: list[Any] = []
+
+    class Stopped(Exception):
+        pass
+
+    def check(*paths: Any, **options: Any) -> None:
+        options.pop("progress", None)
+        options.pop("announce", None)
+        asked.append((*paths, options))
+        raise KeyboardInterrupt
+
+    prepared: list[str] = []
+    monkeypatch.setattr("moeq.check.run_check.run_check", check)
+    monkeypatch.setattr("moeq.check.run_check.prepare_device", prepared.append)
+    monkeypatch.setattr("moeq.cli.run_check.run_engine_check", check)
+    argv = ["run-check", "dst", "--source", "src", "--revision", "abc", *given, *backend, "--quiet"]
+    run(argv)
+    ((dst, source, options),) = asked
+    chosen = options["options"]
+    assert (dst, source, options["revision"]) == ("dst", "src", "abc")
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in vars(chosen).items()} == vars(
+        expected
+    )
+    if backend:
+        assert options["engine"] == ("vllm" if "--engine" in backend else "moeq")
+        assert options["all_backends"] is ("--all-backends" in backend)
+    assert prepared == ([] if backend or not expected.kernels else [expected.device])
+
+
+def test_a_bar_is_drawn_at_a_terminal_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = Output("moeq.x/1")
+    with ProgressReport(out, "work", unit="step") as report:
+        bar = report._bar
+        assert bar is not None
+        assert bar.live.is_started
+        assert out.live is bar.console
+        report.update(1, 4, "layer 0\x1b")
+        (task,) = bar.tasks
+        assert (task.completed, task.total, task.description) == (1, 4, r"work layer 0\x1b")
+        assert task.fields["facts"] == "25 %"
+        out.note("a note above the bar")
+    assert not bar.live.is_started
+    assert (report._bar, out.live) == (None, None)
+    assert "a note above the bar" in stderr.getvalue()
+    assert "25 %" in stderr.getvalue()
+    with ProgressReport(out, "work", quiet=True) as report:
+        assert report._bar is None
