@@ -55,7 +55,7 @@ def tiling_of(placement: Placement, packing: Packing, itemsize: int) -> Tiling |
         packing: how the source holds elements, along columns.
         itemsize: bytes of a source word.
     """
-    within = _log2(packing.per)
+    within = _log2(packing.per)  # bits of a column's number that count elements within a source word
     size = placement.bits * len(placement.fields)
     if within is None or packing.along_rows or size not in (8, 16, 32) or itemsize > 4:
         return None
@@ -77,12 +77,12 @@ def tiling_of(placement: Placement, packing: Packing, itemsize: int) -> Tiling |
     owned = sorted((one.axis, one.number) for one in bits)
     if owned != [(axis, number) for axis in (0, 1) for number in range(sizes[axis])]:
         return None
-    extra = _extra(bits, (row, column), sizes, within, itemsize)
+    extra = _bits_to_grow(bits, (row, column), sizes, within, itemsize)
     if extra is None:
         return None
     for axis, top in enumerate((row, column)):
         bits += [_Bit(axis, sizes[axis] + i, top.stride << i, weight=1 << i) for i in range(extra[axis])]
-    return _described(placement, packing, bits, (row, column), extra)
+    return _tiling(placement, packing, bits, (row, column), extra)
 
 
 def _field_bits(fields: tuple[tuple[int, int], ...]) -> list[_Bit] | None:
@@ -107,11 +107,12 @@ def _field_bits(fields: tuple[tuple[int, int], ...]) -> list[_Bit] | None:
     return found
 
 
-def _extra(
+def _bits_to_grow(
     bits: list[_Bit], tops: tuple[Digit, Digit], sizes: list[int], within: int, itemsize: int
 ) -> list[int] | None:
     """Return by how many bits of each topmost digit a tile grows: first to long rows, then to long runs of words."""
     extra = [0, 0]
+    # Bits that count elements within a source word and within a packed word: a program holds no number for them.
     inner = sum(1 for one in bits if not one.stride and one.axis == 1 and one.number < within)
 
     def numbers() -> int:
@@ -134,7 +135,7 @@ def _extra(
     return extra if 1 < numbers() <= NUMBERS else None
 
 
-def _described(
+def _tiling(
     placement: Placement,
     packing: Packing,
     bits: list[_Bit],
@@ -146,18 +147,20 @@ def _described(
     within = packing.per.bit_length() - 1
 
     def inner(one: _Bit) -> bool:
+        """Return whether a bit counts elements within a source word."""
         return one.axis == 1 and one.number < within
 
     def axis_of(one: _Bit) -> int:
+        """Return the axis of the tile that a bit becomes: rows before columns, the highest bit first."""
         return sizes[0] - 1 - one.number if one.axis == 0 else sizes[0] + sizes[1] - 1 - one.number
 
     words = sorted((one for one in bits if one.stride), key=lambda one: -one.stride)
     fields = sorted((one for one in bits if not one.stride), key=lambda one: -one.field)
-    outer, packed = [one for one in words if not inner(one)], [one for one in words if inner(one)]
-    among = [one for one in fields if not inner(one)]
-    if not words or not outer + among:
+    outer_words, inner_words = [one for one in words if not inner(one)], [one for one in words if inner(one)]
+    outer_fields = [one for one in fields if not inner(one)]
+    if not words or not outer_words + outer_fields:
         return None
-    gathered = outer + packed
+    gathered = outer_words + inner_words
     run = 0
     while run < len(words) and (words[-1 - run].stride, words[-1 - run].weight) == (1 << run, 0):
         if words[-1 - run].reversed:
@@ -167,14 +170,14 @@ def _described(
     constants = {
         "ROWS": rows,
         "COLUMNS": columns,
-        "DIVIDED": (2,) * len(outer + among),
-        "MOVED": tuple(axis_of(one) for one in outer + among),
-        "WORDS": 1 << len(outer),
-        "WITHIN": 1 << len(packed),
-        "FIELDS": 1 << len(among),
-        "WORD_BITS": tuple(one.number for one in reversed(packed)),
+        "DIVIDED": (2,) * len(outer_words + outer_fields),
+        "MOVED": tuple(axis_of(one) for one in outer_words + outer_fields),
+        "WORDS": 1 << len(outer_words),
+        "WITHIN": 1 << len(inner_words),
+        "FIELDS": 1 << len(outer_fields),
+        "WORD_BITS": tuple(one.number for one in reversed(inner_words)),
         "FIELD_BITS": tuple((one.number, one.field, int(one.reversed)) for one in fields if inner(one)),
-        "OUTER_BITS": tuple((one.field, int(one.reversed)) for one in reversed(among)),
+        "OUTER_BITS": tuple((one.field, int(one.reversed)) for one in reversed(outer_fields)),
         "GATHERED": (2,) * len(gathered),
         "SORTED": tuple(gathered.index(one) for one in words),
         "RUN": 1 << run,

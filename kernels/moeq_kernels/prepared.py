@@ -100,8 +100,8 @@ class PreparedLayer:
         self._tensors = tensors
         self._plan = plan
         self._direct = device.type == "cuda" and torch.version.hip is None
-        self._maps: list[int] = []
-        self._kept: list[Any] = []
+        self._maps: list[int] = []  # addresses of the weights' descriptors
+        self._kept: list[Any] = []  # the descriptors, which have to stay alive
         if self._direct:
             self._program = _program(self.family, problem, device.index, plan)
             self._weights = [tensors[name].data_ptr() for name in self._program.weights]

@@ -15,14 +15,14 @@ from torch import Tensor
 from moeq.check.comparison import difference
 from moeq.reference.arithmetic import Emulated
 
-#: Fewest tokens by which one vector can be told from another.
-FEWEST_ROWS = 4
+#: Least number of tokens by which one vector can be told from another.
+MIN_ROWS = 4
 
 #: Share of an error's norm that a cause must explain.
 EXPLAINED = 0.98
 
 #: Largest number of output features that are diagnosed one by one.
-MOST_FEATURES = 3
+MAX_DIAGNOSED_FEATURES = 3
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def diagnose(evidence: Evidence, others: Iterable[tuple[str, Iterable[Emulated]]
         for title, ways in others:
             if any(_agrees(evidence.actual, way) for way in ways):
                 return f"it computes {title}"
-    worst = wrong[exceedance.amax(dim=0)[wrong].argsort(descending=True)][:MOST_FEATURES].tolist()
+    worst = wrong[exceedance.amax(dim=0)[wrong].argsort(descending=True)][:MAX_DIAGNOSED_FEATURES].tolist()
     found = {feature: cause for feature in worst if (cause := _cause(evidence, feature))}
     if len(wrong) == 1 and found:
         return f"looks like {found[worst[0]]}"
@@ -66,7 +66,7 @@ def _agrees(actual: Tensor, way: Emulated) -> bool:
 def _cause(evidence: Evidence, feature: int) -> str | None:
     """Return the cause whose vector over the tokens explains the error of one output feature; None if none fits."""
     error = evidence.actual[:, feature].double() - evidence.emulated.value[:, feature]
-    if len(error) < FEWEST_ROWS or not bool(error.isfinite().all()):
+    if len(error) < MIN_ROWS or not bool(error.isfinite().all()):
         return None
     noise = float((evidence.emulated.bound[:, feature].norm() / error.norm()) ** 2)
     x, weight = evidence.x.double(), evidence.weight[feature].double()

@@ -12,8 +12,8 @@ from moeq.model import Checkpoint
 from moeq.reference.moe import Linear
 from moeq.reference.routing import Routed, RoutingRule, known_scoring, route
 
-#: Fewest tokens of a sampled expert: enough to tell one wrong weight from another.
-LEAST_ROWS = 5
+#: Least number of tokens of a sampled expert: enough to tell one wrong weight from another.
+MIN_ROWS = 5
 
 #: Names of router tensors below the module that holds the experts, in any model family.
 _WEIGHTS = ("gate.weight", "router.weight", "gate.wg.weight", "router.layer.weight", "router.proj.weight")
@@ -55,7 +55,7 @@ def make_inputs(reference: Checkpoint, sample: Sample, width: int, dtype: torch.
     for run in sample.runs:
         if run.routing == "spread":
             tokens_of_expert = torch.cat(ids).flatten().bincount(minlength=len(sample.experts))
-            if int(tokens_of_expert.min()) >= LEAST_ROWS:
+            if int(tokens_of_expert.min()) >= MIN_ROWS:
                 continue
         part = slice(first, first + run.tokens)
         routed = _ROUTINGS[run.routing](reference, sample, x[part], generator)

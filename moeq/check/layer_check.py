@@ -33,7 +33,7 @@ from moeq.reference.moe import Activation, Expert, Linear, activate
 from moeq.reference.stored_floats import stored_weight
 
 #: Largest number of other weights that a failing product is compared with, to recognise a swap.
-MOST_SUSPECTS = 16
+MAX_SUSPECTS = 16
 
 
 @dataclass(frozen=True)
@@ -290,5 +290,5 @@ def _suspects(
     siblings: list[Projection] = [one for one in check.widths if one != "down"] if name != "down" else ["down"]
     experts = (expert, *(one for one in check.sample.experts if one != expert))
     places = [place for place in itertools.product(experts, siblings) if place != (expert, name)]
-    for other, projection in places[:MOST_SUSPECTS]:
+    for other, projection in places[:MAX_SUSPECTS]:
         yield f"expert {other} {projection}", check.emulate(projection, rows, check.linear(other, projection))

@@ -18,8 +18,8 @@ from moeq.check.sampling import expert_weights
 from moeq.model import open as open_checkpoint
 from moeq.spelling import for_shell, spelled
 
-#: Fewest weights of a layer that make up for the start of a process, which imports torch and triton.
-LEAST_WEIGHTS = 4 * 2**20
+#: Least number of weights of a layer that make up for the start of a process, which imports torch and triton.
+MIN_WEIGHTS = 4 * 2**20
 
 
 def choose_jobs(checks: Sequence[LayerCheck], asked: int | None) -> int:
@@ -28,7 +28,7 @@ def choose_jobs(checks: Sequence[LayerCheck], asked: int | None) -> int:
         return 1
     if asked is not None:
         return max(1, min(asked, len(checks)))
-    return min(os.cpu_count() or 1, len(checks)) if min(map(_work, checks)) >= LEAST_WEIGHTS else 1
+    return min(os.cpu_count() or 1, len(checks)) if min(map(_work, checks)) >= MIN_WEIGHTS else 1
 
 
 def _work(check: LayerCheck) -> int:
@@ -91,7 +91,7 @@ def _end_at_interrupts() -> None:
 def _few_threads(checks: Sequence[LayerCheck]) -> Iterator[None]:
     """Use one thread for small experts on a CPU: waking threads would take longer than their work."""
     before = torch.get_num_threads()
-    small = all(check.device.type == "cpu" and _work(check) < LEAST_WEIGHTS for check in checks)
+    small = all(check.device.type == "cpu" and _work(check) < MIN_WEIGHTS for check in checks)
     torch.set_num_threads(1 if small else before)
     try:
         yield

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moeq.check.inputs import LEAST_ROWS
+from moeq.check.inputs import MIN_ROWS
 from moeq.check.results import Run, Sample
 from moeq.checkpoint.manifest import LayerEntry, Manifest
 from moeq.errors import MoeqError
@@ -83,7 +83,7 @@ def choose_samples(
 
 def _runs(tokens: Sequence[int], experts: int, top_k: int) -> tuple[Run, ...]:
     """List the runs: one by the router for each token count, one on the same experts, one that uses all experts."""
-    needed = -(-LEAST_ROWS * experts // top_k)
+    needed = -(-MIN_ROWS * experts // top_k)
     odd_count = needed + 1 - needed % 2
     routed = [Run(count) for count in sorted(dict.fromkeys(tokens))]
     return (*routed, Run(SAME_TOKENS, "same"), Run(odd_count, "spread"))

@@ -38,13 +38,13 @@ T = TypeVar("T")
 #: First request per weight file, in bytes; most headers of sharded checkpoints fit.
 FIRST_RANGE = 1 << 20
 
-#: Most bytes of the headers of all files together; the largest published checkpoint needs about 80 MB.
+#: Upper bound of the headers of all files together, in bytes; the largest published checkpoint needs about 80 MB.
 MAX_TOTAL_HEADERS = 512 << 20
 
-#: Most bytes of a weight file that one request asks for.
+#: Largest range of a weight file that one request asks for, in bytes.
 MAX_RANGE = 64 << 20
 
-#: Most bytes of weight files that one sample reads; an expert of DeepSeek-V3 in FP8 has 42 MiB.
+#: Upper bound of what one sample reads of weight files, in bytes; an expert of DeepSeek-V3 in FP8 has 42 MiB.
 MAX_SAMPLE = 64 << 20
 
 #: Headers that are fetched at the same time.

@@ -21,10 +21,10 @@ from moeq.foreign import plain
 
 T = TypeVar("T")
 
-#: Most seconds for a whole small answer, and for a pause in which the server sends nothing.
+#: Upper bound of the seconds for a whole small answer, and for a pause in which the server sends nothing.
 ANSWER_SECONDS, SILENCE_SECONDS = 60.0, 20.0
 
-#: Fewest bytes per second of a download, below which it is given up.
+#: Bytes per second of a download below which it is given up.
 MIN_BYTES_PER_SECOND = 64 << 10
 
 #: Largest answer of the Hub's interface that is read; listings of the largest repositories have some megabytes.

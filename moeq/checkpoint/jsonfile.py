@@ -17,10 +17,10 @@ from moeq.checkpoint.files import read_regular
 from moeq.errors import MoeqError
 from moeq.typed import check_depth
 
-#: Most bytes of a config; configs of mixed checkpoints list every module and reach some megabytes.
+#: Largest config, in bytes; configs of mixed checkpoints list every module and reach some megabytes.
 MAX_CONFIG_BYTES = 64 << 20
 
-#: Most bytes of an index; the largest published checkpoint (497,220 tensors) has one of about 60 MB.
+#: Largest index, in bytes; the largest published checkpoint (497,220 tensors) has one of about 60 MB.
 MAX_INDEX_BYTES = 128 << 20
 
 

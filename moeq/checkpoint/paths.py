@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from moeq.errors import MoeqError
 
-#: Most bytes of one part of a path on common file systems, and of a whole name.
+#: Largest part of a path on common file systems, and largest whole name, in bytes.
 _PART_BYTES, _NAME_BYTES = 255, 1024
 
 #: Names of devices on Windows, with any extension.

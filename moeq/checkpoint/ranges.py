@@ -22,7 +22,7 @@ _RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
 #: Attempts at one range.
 _ATTEMPTS = 4
 
-#: Seconds before the second attempt, and most seconds that a server can make moeq wait.
+#: Seconds before the second attempt, and longest wait that a server can ask for.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 
 #: Seconds that one range may take in all; a server that drips bytes is given up.
@@ -36,7 +36,7 @@ class RangeReader:
 
     Args:
         headers: HTTP headers of every request.
-        budget: most bytes that are read in all.
+        budget: upper bound of the bytes that are read in all.
         etags: ETags of earlier ranges by file name, to which new ones are added; a file whose ETag changes is refused.
     """
 

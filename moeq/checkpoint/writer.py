@@ -24,10 +24,10 @@ from moeq.errors import MoeqError
 #: Alignment in bytes of a file's data and of writes that bypass the page cache: one page, at least any disk's block.
 BLOCK = 4096
 
-#: Fewest bytes of a write that bypasses the page cache, which joins shorter ones: disks write large pieces faster.
+#: Smallest write, in bytes, that bypasses the page cache, which joins shorter ones: disks write large pieces faster.
 _MIN_DIRECT_BYTES = 16 * 1024
 
-#: Most bytes that are gathered for the page cache, because such writes have to wait for direct writes under way.
+#: Largest number of bytes gathered for the page cache, since such writes have to wait for direct writes under way.
 _MAX_GATHERED_BYTES = 4 * 2**20
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moeq_kernels import PreparedLayer
 
 #: Least `max_tokens` with which a layer is prepared.
-LEAST_TOKENS = 4096
+MIN_TOKENS = 4096
 
 #: Names of the parameters that hold experts in modules of transformers.
 STACKS = {"gate_up_proj", "up_proj", "down_proj"}
@@ -96,14 +96,14 @@ class ConvertedExperts:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, x: Tensor, top_k: int) -> PreparedLayer:
-        """Prepare the layer for calls of up to twice as many tokens, and at least of LEAST_TOKENS."""
+        """Prepare the layer for calls of up to twice as many tokens, and at least of MIN_TOKENS."""
         from moeq_kernels import prepare
 
         specs = {role: self.entry.matrices[role].padded_spec for role in STACKED_ROLES}
         return prepare(
             kernel_experts(self.entry.layout, specs, {role: self._parts(role) for role in STACKED_ROLES}),
             top_k=top_k,
-            max_tokens=max(LEAST_TOKENS, 2 * x.shape[0]),
+            max_tokens=max(MIN_TOKENS, 2 * x.shape[0]),
             dtype=x.dtype,
             hidden_size=x.shape[1],
             **activation_arguments(self.activation),

@@ -1,7 +1,7 @@
 """Write new weights of experts into an engine that runs: its reloads and weight updates in a checkpoint's names.
 
-Engines hand new tensors to the model class by the names that a checkpoint has. This
-module takes out those of experts that moeq's method fills and writes them in place. The class gets the others.
+Engines hand new tensors to the model class by the names that a checkpoint has. This module takes out those of experts
+that moeq's method fills and writes them in place. The class gets the others.
 
 Tensors have the source's names, or are stacked tensors of a converted folder: the one that is served, or another one
 of the same model.

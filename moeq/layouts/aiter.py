@@ -68,8 +68,8 @@ class AiterShuffle(MXFP4Layout):
     """MXFP4 x MXFP4 (CK): weights shuffled (16, 16), scales by `e8m0_shuffle`.
 
     `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]`, `bias` float32; w13 is gate rows, then up rows. The engine
-    fills scales up to 256 rows over all experts and to 8 groups with uninitialised memory. K must be a multiple of 256
-    here, so nothing is filled up.
+    pads scales with uninitialised memory, to 256 rows of all experts together and to 8 groups. Here K must be a
+    multiple of 256, so that nothing is padded.
     """
 
     id = "aiter-shuffle/1"
@@ -139,9 +139,9 @@ class AiterInt4(Layout):
 class AiterMXFP8(MXFP8Layout):
     """MXFP8 for FlyDSL: bytes in the order of `aiter-a16w4`; tiles of 16 rows of gate and up alternate in w13.
 
-    `weight` F8_E4M3 `[N, K]`, `scale` uint8 `[N, G]`. AITER fills the scales of w2 up to 256 rows, all experts
-    together, and to 8 groups with uninitialised memory, so here the hidden and the intermediate size have to be
-    multiples of 256. AITER reads the halves of w13 as gate and up, so experts need both.
+    `weight` F8_E4M3 `[N, K]`, `scale` uint8 `[N, G]`. AITER pads the scales of w2 with uninitialised memory, to 256
+    rows of all experts together and to 8 groups. Here the hidden and the intermediate size have to be multiples of 256,
+    so that nothing is padded. AITER reads the halves of w13 as gate and up, so experts need both.
 
     Source: `shuffle_weight`, `shuffle_scale`; vLLM 0.33.0, `_aiter_ops.py` (`shuffle_mxfp8_moe_weights`).
     """

@@ -243,7 +243,7 @@ class TrtllmMXFP8(MXFP8Layout):
 # ------------------------------------------------------------------------------------------------------------------ FP8
 
 #: Lower bound to which the engine raises scales of blocks.
-LEAST = 1e-10
+MIN_BLOCK_SCALE = 1e-10
 
 
 class RaisedBlocks(Fp8Layout):
@@ -263,7 +263,7 @@ class RaisedBlocks(Fp8Layout):
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)
-        return found.clamp(min=LEAST) if name == "scale" else found
+        return found.clamp(min=MIN_BLOCK_SCALE) if name == "scale" else found
 
 
 class FlashInferCutlassFp8Block(RaisedBlocks):

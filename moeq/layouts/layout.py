@@ -293,7 +293,7 @@ class Layout(ABC):
                 after = repeat_rows(part, self.decode(name, words, matrix.spec), matrix.spec)
                 yield part.field, before.reshape(-1), after.reshape(-1)
 
-    def _measured(self, matrix: QuantizedMatrix) -> str:
+    def _describe_rounding(self, matrix: QuantizedMatrix) -> str:
         """Say how far numbers are rounded, ` (scales by at most 0.2 %)`; empty where one changes by 100 % or more."""
         changes = []
         for field, before, after in self._recoded(matrix):
@@ -329,9 +329,10 @@ class Layout(ABC):
                 )
         num_lost = 0 if self.allow_lossy else self.losses(matrix)
         if num_lost:
+            how_far = self._describe_rounding(matrix)
             raise MoeqError(
                 "answer.lossy",
-                f"{self.id} would change {num_lost} stored values of {spec.role}{self._measured(matrix)}: {self.lossy}",
+                f"{self.id} would change {num_lost} stored values of {spec.role}{how_far}: {self.lossy}",
                 self.how_to_allow(),
             )
 

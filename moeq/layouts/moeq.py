@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Greatest exponent byte that the kernels decode.
-GREATEST = 188
+MAX_EXPONENT = 188
 
 
 class MoeqMXFP4(MarlinMXFP4):
@@ -43,7 +43,7 @@ class MoeqMXFP4(MarlinMXFP4):
     readers = (MOEQ("MOEQ"),)
     arch = "SM80 and newer, gfx942, gfx950"
     source = "moeq"
-    exact_scales = (0, GREATEST)
+    exact_scales = (0, MAX_EXPONENT)
     rearranges = True
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
@@ -52,9 +52,9 @@ class MoeqMXFP4(MarlinMXFP4):
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         super().check_values(matrix)
-        why = f"{self.id} holds exponent bytes up to {GREATEST} (scales up to 2^{GREATEST - 127})"
+        why = f"{self.id} holds exponent bytes up to {MAX_EXPONENT} (scales up to 2^{MAX_EXPONENT - 127})"
         refuse_exponents_above(
-            GREATEST, matrix, why, f"marlin-mxfp4/1 ({option('backend', 'MARLIN')}) keeps every exponent"
+            MAX_EXPONENT, matrix, why, f"marlin-mxfp4/1 ({option('backend', 'MARLIN')}) keeps every exponent"
         )
 
 

@@ -26,7 +26,7 @@ Find = Callable[[TensorEntry], TensorEntry | None]
 #: Opens a file by name and returns its descriptor.
 Open = Callable[[str], int]
 
-#: Most bytes that a scale's tensor may have: one float32 for each of 65,536 experts.
+#: Largest tensor of a scale, in bytes: one float32 for each of 65,536 experts.
 _MAX_BYTES = 1 << 18
 
 
@@ -77,7 +77,7 @@ def missing_scales(experts: Experts) -> list[ScaleFault]:
     return _joined(experts, [row for row in found if row[0] in needed])
 
 
-def unusable_scales(experts: Experts, find: Find, opened: Open) -> tuple[list[ScaleFault], tuple[int, ...]]:
+def unusable_scales(experts: Experts, find: Find, open_file: Open) -> tuple[list[ScaleFault], tuple[int, ...]]:
     """Read the static activation scales of a layer and find those that are no positive finite numbers.
 
     Only scales that engines use are read. Returns the faults, and the experts whose gate and up have scales that differ
@@ -95,7 +95,7 @@ def unusable_scales(experts: Experts, find: Find, opened: Open) -> tuple[list[Sc
         for expert, entry in entries.items()
         if entry.nbytes <= _MAX_BYTES and entry.dtype in _DTYPES and (place := find(entry)) is not None
     ]
-    values = _read(opened, [place for *_, place in wanted])
+    values = _read(open_file, [place for *_, place in wanted])
     rows: list[tuple[str, str, StoredName, set[int]]] = []
     gates: dict[int, float] = {}
     ups: dict[int, float] = {}
@@ -146,7 +146,7 @@ def _joined(experts: Experts, rows: Iterable[tuple[str, str, StoredName, set[int
     ]
 
 
-def _read(opened: Open, entries: list[TensorEntry]) -> dict[str, list[float]]:
+def _read(open_file: Open, entries: list[TensorEntry]) -> dict[str, list[float]]:
     """Read small float tensors, opening every file once: tensor name to its numbers."""
     import numpy as np
 
@@ -157,7 +157,7 @@ def _read(opened: Open, entries: list[TensorEntry]) -> dict[str, list[float]]:
     for entry in entries:
         by_file.setdefault(entry.file, []).append(entry)
     for file, group in by_file.items():
-        with closing_fd(opened(file)) as fd:
+        with closing_fd(open_file(file)) as fd:
             for entry in sorted(group, key=lambda one: one.start):
                 data = bytearray(entry.nbytes)
                 read_exactly(fd, memoryview(data), entry.start, file)

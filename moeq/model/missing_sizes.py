@@ -11,7 +11,7 @@ from moeq.errors import MoeqError
 from moeq.schemes.bitsandbytes import MAX_STATE_BYTES, STATES, FourBitSizes, read_state
 from moeq.schemes.hqq import PACKINGS, SIZES, HqqSizes
 
-#: Most bytes of a tensor that holds a setting; the longest is a text of 14.
+#: Largest tensor that holds a setting, in bytes; the longest setting is a text of 14.
 _MAX_SETTING_BYTES = 64
 
 

@@ -21,7 +21,7 @@ from moeq.schemes.base import Scheme
 
 #: Token counts of a call that stand for decoding and for prefill.
 DECODE, PREFILL = (1, 8, 32, 128), (512, 4096)
-#: Fewest layers that a backend is measured on before it is ranked.
+#: Least number of layers that a backend is measured on before it is ranked.
 MIN_LAYERS = 8
 #: Largest factor between a layer's sizes and those of the nearest measured layer.
 MAX_FACTOR = 1.5

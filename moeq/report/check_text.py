@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 #: Upper bound of lines of one kind, before "and N more".
-MOST_LINES = 20
+MAX_LINES = 20
 
 #: Shades of the heat map, from no error up to the bound; errors beyond it have a mark of their own.
 _SHADES = " .:-=+*#"
@@ -63,10 +63,10 @@ def _digests(console: Console, report: CheckReport) -> None:
     mismatches = report.digest_mismatches
     equal = report.digests_checked - len(mismatches)
     line(console, "digests", f"{equal} of {report.digests_checked} projections hold the values recorded in moeq.json")
-    for mismatch in mismatches[:MOST_LINES]:
+    for mismatch in mismatches[:MAX_LINES]:
         line(console, "", Text(mismatch.text, style="red"))
-    if len(mismatches) > MOST_LINES:
-        line(console, "", f"and {len(mismatches) - MOST_LINES} more")
+    if len(mismatches) > MAX_LINES:
+        line(console, "", f"and {len(mismatches) - MAX_LINES} more")
 
 
 def _sample(sample: Sample) -> str:
@@ -139,7 +139,7 @@ def _timings(console: Console, report: CheckReport) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("layer", "run", "median µs", "GB/s", "TFLOP/s", "of the floor"):
         table.add_column(title, justify="left" if title == "run" else "right")
-    for row in rows[:MOST_LINES]:
+    for row in rows[:MAX_LINES]:
         floor = "" if row.floor_microseconds is None else f"{100 * row.floor_microseconds / row.microseconds:.0f} %"
         table.add_row(
             str(row.layer), row.run, f"{row.microseconds:.1f}", f"{row.gigabytes_per_second:.0f}",
@@ -150,10 +150,10 @@ def _timings(console: Console, report: CheckReport) -> None:
 
 def _failures(console: Console, report: CheckReport) -> None:
     lines = [text for result in report.results for text in result.complaints]
-    for text in lines[:MOST_LINES]:
+    for text in lines[:MAX_LINES]:
         line(console, "wrong", Text(text, style="red"))
-    if len(lines) > MOST_LINES:
-        line(console, "", f"and {len(lines) - MOST_LINES} more")
+    if len(lines) > MAX_LINES:
+        line(console, "", f"and {len(lines) - MAX_LINES} more")
     for layer in report.layers:
         for text in layer.unequal_runs:
             line(console, "wrong", Text(text, "red"))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 #: Upper bound of listed mismatches and failing experts.
-MOST_LINES = 200
+MAX_LINES = 200
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def render(
         report=report,
         facts=_facts(report, provenance),
         failures=_failures(report),
-        most_lines=MOST_LINES,
+        max_lines=MAX_LINES,
         levels=len(LIMITS) + 1,
         legend=heat_legend(),
         maps=[(chart.projection, heat_drawing(chart)) for chart in charts],

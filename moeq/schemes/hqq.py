@@ -32,7 +32,7 @@ SIZES = "hqq_sizes"
 #: Library's name of a packing -> bits of a code.
 PACKINGS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
 
-#: Most features of a matrix, above which sizes are refused.
+#: Largest number of features of a matrix; larger sizes are refused.
 MAX_FEATURES = 1 << 24
 
 

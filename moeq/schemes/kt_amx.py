@@ -25,7 +25,7 @@ from moeq.spelling import option
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Most NUMA nodes that a file is cut for.
+#: Largest number of NUMA nodes that a file is cut for.
 MAX_NODES = 8
 
 #: Rows of a step, and bytes of each row in a step.

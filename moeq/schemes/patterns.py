@@ -18,7 +18,7 @@ from moeq.errors import MoeqError
 #: Seconds that all rules of a checkpoint together may spend on matching names.
 _BUDGET_SECONDS = 5.0
 
-#: Most steps that one match may take in the worst case (a few tenths of a second).
+#: Largest number of steps that one match may take in the worst case (a few tenths of a second).
 _MAX_STEPS = 20_000_000
 
 #: Longest pattern, in characters.

@@ -134,7 +134,7 @@ def test_what_a_failing_expert_is_compared_with(monkeypatch: pytest.MonkeyPatch)
         "expert 6 gate", "expert 4 gate", "expert 4 up", "expert 9 gate", "expert 9 up",
     ]  # fmt: skip
     assert suspects("down") == [(f"expert {other} down", ("down", 32, (other, "down"))) for other in (4, 9)]
-    monkeypatch.setattr(layer_check, "MOST_SUSPECTS", 2)
+    monkeypatch.setattr(layer_check, "MAX_SUSPECTS", 2)
     assert [title for title, _ in suspects("gate")] == ["expert 6 up", "expert 4 gate"]
 
 

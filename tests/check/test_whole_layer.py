@@ -143,7 +143,7 @@ def layer(weights: int, device: str = "cpu") -> Any:
 def test_processes(sizes, device, asked, jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """`sizes` are weights beyond those of the smallest layer that is worth a process."""
     monkeypatch.setattr("os.cpu_count", lambda: 5)
-    checks = [layer(parallel.LEAST_WEIGHTS + more, device) for more in sizes]
+    checks = [layer(parallel.MIN_WEIGHTS + more, device) for more in sizes]
     assert parallel.choose_jobs(checks, asked) == jobs
 
 
@@ -152,7 +152,7 @@ def test_threads_of_small_layers(more: list[int], threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with parallel._few_threads([layer(parallel.LEAST_WEIGHTS + one) for one in more]):
+        with parallel._few_threads([layer(parallel.MIN_WEIGHTS + one) for one in more]):
             assert torch.get_num_threads() == threads
         assert torch.get_num_threads() == 3
     finally:

@@ -122,7 +122,7 @@ def test_a_scaling_factor_is_not_multiplied_into_the_input(folders, batch) -> No
 def test_a_prompt_longer_than_the_layer_was_prepared_for(folders, batch, monkeypatch) -> None:
     """Without chunks (`--chunked-prefill-size -1`) the engine runs a prompt in one step, however long it is."""
     whole = run(loaded_layer(folders[INT4]), batch)
-    monkeypatch.setattr(sglang_config, "_most_tokens", lambda: 4)
+    monkeypatch.setattr(sglang_config, "_max_tokens", lambda: 4)
     layer = loaded_layer(folders[INT4])
     assert layer.quant_method.info.layer.max_tokens == 4
     assert torch.equal(run(layer, batch), whole)

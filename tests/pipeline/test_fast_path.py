@@ -16,7 +16,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts import words
-from moeq.layouts.moeq import GREATEST
+from moeq.layouts.moeq import MAX_EXPONENT
 from moeq.layouts.registry import LAYOUTS
 from moeq.pipeline.convert import convert
 
@@ -136,7 +136,7 @@ ODD = [
 
 def exponents_for(layout: str) -> Callable[[dict[str, Tensor]], None]:
     """Pulls exponents into the range that the layout holds."""
-    greatest = GREATEST if layout == "moeq-mxfp4/1" else 255
+    greatest = MAX_EXPONENT if layout == "moeq-mxfp4/1" else 255
 
     def edit(tensors: dict[str, Tensor]) -> None:
         for name in tensors:

@@ -1,6 +1,7 @@
 """BLAKE3 of many messages of one length: a lane hashes a chunk of 1,024 bytes, or joins two nodes of a tree.
 
 Source: "BLAKE3: one function, fast everywhere" (O'Connor, Aumasson, Neves, Wilcox-O'Hearn, 2020), sections 2.1 to 2.5.
+Flags of a block: 1 the first of its chunk, 2 the last of its chunk, 4 a parent node, 8 the root of the tree.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ def _tiles_of(count, TILE, GRAIN):
 
 @triton.jit
 def list_tiles(tiles, num_tiles, count, MOST, TILE, GRAIN, lister, listers, BINS: tl.constexpr):
-    """List the tiles of experts with `count [BINS]` rows; each of `listers` programs writes its share."""
+    """List the tiles of experts with `count [BINS]` rows; each of `listers` programs writes its share.
+
+    `tiles` has room for MOST tiles; those that are not used get the expert -1.
+    """
     expert = tl.arange(0, BINS)
     number, height = _tiles_of(count, TILE, GRAIN)
     end = tl.cumsum(count)

@@ -28,14 +28,14 @@ from moeq_kernels.gpu import H200, Gpu
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 
 #: Bytes of packed words in a step, and the least number of steps in a share, of the queue kernel (`product_launches`).
-_STEP_BYTES, _LEAST_STEPS = 16384, 4
+_STEP_BYTES, _MIN_STEPS = 16384, 4
 Array = NDArray[np.float64]
 Plan = TypeVar("Plan")
 #: Coefficients of a kernel with a physical meaning (see `uncorrected`).
 PHYSICAL = 5
-#: Most tokens of a tile in units of 8, and the first element of `Tiling.row` that holds multiplied rows by such units.
-_MOST_EIGHTS, _FIRST_EIGHT = 20, 7
-#: Most points at which the distribution of tokens over experts is evaluated.
+#: Largest tile in units of 8 tokens, and the first element of `Tiling.row` that holds multiplied rows by such units.
+_MAX_EIGHTS, _FIRST_EIGHT = 20, 7
+#: Largest number of points at which the distribution of tokens over experts is evaluated.
 _POINTS = 24
 #: Inputs further than so many standard deviations from the mean of recorded cells are clipped.
 _WIDEST = 3.0
@@ -152,7 +152,7 @@ class Tiling:
         """Sizes, flags of the queue and the direct kernel, and rows that are multiplied for 0, 8, 16, ... tokens."""
         flags = self.family == "queue", self.family == "direct"
         sizes = self.tokens, self.grain, self.columns, self.step, self.resident
-        rows = [next((one for one in self.heights if one >= 8 * n), self.heights[-1]) for n in range(_MOST_EIGHTS + 1)]
+        rows = [next((one for one in self.heights if one >= 8 * n), self.heights[-1]) for n in range(_MAX_EIGHTS + 1)]
         return np.array([*sizes, *flags, *rows], dtype=float)
 
 
@@ -168,7 +168,7 @@ def _sizes(kernels: tuple[Tiling, ...], hidden: int, intermediate: int, gated: b
     _, _, columns, step, resident, is_queue, is_direct = rows.T[:_FIRST_EIGHT, :, None]
     features, k = np.array((((1 + gated) * intermediate, hidden), (hidden, intermediate)))
     steps = np.ceil(k / step)
-    least = _LEAST_STEPS * np.maximum(1.0, _STEP_BYTES // (32 * bits * step))  # see `queue.cut`
+    least = _MIN_STEPS * np.maximum(1.0, _STEP_BYTES // (32 * bits * step))  # see `queue.cut`
     decoded = columns * step * resident / 16384
     slots = gpu.multiprocessors * resident
     return rows, is_queue > 0, is_direct > 0, slots, np.ceil(features / columns), steps, steps // least, decoded

@@ -24,7 +24,8 @@ READ: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
 }
 #: Formats of `READ` that are NVFP4, FP8 or MXFP8.
 FLOATS = {key: read for key, read in READ.items() if key[1] == "e4m3" or FORMATS[key].global_scale == "required"}
-SCALES = {key: read for key, read in READ.items() if key not in FLOATS}
+#: The other formats of `READ`: integers and MXFP4.
+INTEGERS_AND_MXFP4 = {key: read for key, read in READ.items() if key not in FLOATS}
 #: Formats whose codes have 4 or 8 bits, which the `mma.sync` kernels read as well.
 WHOLE_NIBBLES = {key: read for key, read in READ.items() if key[1] not in ("int2", "int3")}
 #: Upper bound of the experts whose pairs one program counts at a time (`device.routing.place_pairs`).
@@ -37,7 +38,9 @@ W8A8 = ("int8-w8a8/1", "int8")
 FP8 = (("fp8-identity/1", "e4m3"), ("fp8-block-identity/1", "e4m3"))
 
 #: Formats of the kernels for 4-bit weights and e4m3 activations, with the dtypes of scales.
-W4A8 = {key: dtypes for key, dtypes in SCALES.items() if FORMATS[key].codec in ("marlin4", "marlin4-permuted")}
+W4A8 = {
+    key: dtypes for key, dtypes in INTEGERS_AND_MXFP4.items() if FORMATS[key].codec in ("marlin4", "marlin4-permuted")
+}
 
 
 def asks_w4a8(experts: PackedExperts) -> bool:
@@ -173,7 +176,7 @@ def mixture_reasons(w13: PackedMatrix, w2: PackedMatrix) -> Iterator[str]:
 
 
 def matrix_reasons(
-    name: str, matrix: PackedMatrix, read: Mapping[tuple[str, str], tuple[torch.dtype, ...]] = SCALES
+    name: str, matrix: PackedMatrix, read: Mapping[tuple[str, str], tuple[torch.dtype, ...]] = INTEGERS_AND_MXFP4
 ) -> Iterator[str]:
     """Yield reasons that lie in one projection; `read` holds the formats of the family and dtypes of their scales."""
     key = (matrix.layout, matrix.element)

@@ -25,7 +25,7 @@ class MmaPlan:
 TILES = ((6.0, 8), (12.0, 16), (24.0, 32), (float("inf"), 64))
 #: Rows for small experts: their weights stay in the L2 cache, from which a second tile reads them cheaply.
 SMALL_TILES = ((7.0, 8), (14.0, 16), (40.0, 32), (float("inf"), 64))
-#: Most weights of a small expert.
+#: Largest number of weights of a small expert.
 MAX_SMALL_EXPERT_WEIGHTS = 1 << 24
 #: Programs that fit a multiprocessor's registers, by tokens of a tile.
 RESIDENT = {8: 5, 16: 4, 32: 3, 64: 2}

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Largest number of tokens in a step of the engine if its options do not say.
-MOST_TOKENS = 16384
+USUAL_TOKENS = 16384
 
 #: Values of `--load-format` with which the engine reads tensors through `load_others`, or reads none.
 LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
@@ -326,7 +326,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         return prepared_layer(
             self.packed(tensors),
             top_k=self.config.top_k or self.experts.checkpoint.info.top_k,  # some classes leave it out
-            max_tokens=_most_tokens(),
+            max_tokens=_max_tokens(),
             dtype=self.config.params_dtype,
             hidden_size=self.config.hidden_size,
             router_weight_on_input=self.config.apply_router_weight_on_input,
@@ -406,9 +406,9 @@ def _check_options() -> None:
         )
 
 
-def _most_tokens() -> int:
+def _max_tokens() -> int:
     """Return the largest number of tokens in a step: a chunk of prompts for every rank of data parallelism."""
     arguments = get_server_args()
     chunk = getattr(arguments, "chunked_prefill_size", None) or 0
     prefill = getattr(arguments, "max_prefill_tokens", None) or 0
-    return max(chunk, prefill, MOST_TOKENS) * max(1, getattr(arguments, "dp_size", None) or 1)
+    return max(chunk, prefill, USUAL_TOKENS) * max(1, getattr(arguments, "dp_size", None) or 1)

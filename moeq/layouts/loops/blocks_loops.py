@@ -237,12 +237,12 @@ def q4_k(rows, halves, out):  # type: ignore[no-untyped-def]
             source, filled = rows[n, 144 * block :], out[n, 256 * block :]
             step, offset = _half(source, 0, halves), _half(source, 2, halves)
             for pair in range(4):
-                low, least = _scaled(source[4:], 2 * pair, step, offset)
-                high, most = _scaled(source[4:], 2 * pair + 1, step, offset)
+                scale_0, least_0 = _scaled(source[4:], 2 * pair, step, offset)
+                scale_1, least_1 = _scaled(source[4:], 2 * pair + 1, step, offset)
                 codes, numbers = source[16 + 32 * pair :], filled[64 * pair :]
                 for i in range(32):
-                    numbers[i] = np.float32(np.float32(codes[i] & _LOW) * low) - least
-                    numbers[32 + i] = np.float32(np.float32(codes[i] >> _4) * high) - most
+                    numbers[i] = np.float32(np.float32(codes[i] & _LOW) * scale_0) - least_0
+                    numbers[32 + i] = np.float32(np.float32(codes[i] >> _4) * scale_1) - least_1
 
 
 @loop
@@ -253,13 +253,13 @@ def q5_k(rows, halves, out):  # type: ignore[no-untyped-def]
             step, offset = _half(source, 0, halves), _half(source, 2, halves)
             fifth = source[16:]
             for pair in range(4):
-                low, least = _scaled(source[4:], 2 * pair, step, offset)
-                high, most = _scaled(source[4:], 2 * pair + 1, step, offset)
+                scale_0, least_0 = _scaled(source[4:], 2 * pair, step, offset)
+                scale_1, least_1 = _scaled(source[4:], 2 * pair + 1, step, offset)
                 codes, numbers, bit = source[48 + 32 * pair :], filled[64 * pair :], np.uint8(2 * pair)
                 for i in range(32):
                     bits = fifth[i] >> bit
-                    numbers[i] = np.float32(np.float32((codes[i] & _LOW) | (bits & _1) << _4) * low) - least
-                    numbers[32 + i] = np.float32(np.float32((codes[i] >> _4) | (bits & _2) << _3) * high) - most
+                    numbers[i] = np.float32(np.float32((codes[i] & _LOW) | (bits & _1) << _4) * scale_0) - least_0
+                    numbers[32 + i] = np.float32(np.float32((codes[i] >> _4) | (bits & _2) << _3) * scale_1) - least_1
 
 
 @loop

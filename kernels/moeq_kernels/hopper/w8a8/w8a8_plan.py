@@ -70,10 +70,7 @@ class Int8Wide:
 
 @dataclass(frozen=True)
 class Int8Plan:
-    """A kernel for each product, and how many programs share the k of a tile (not the wide one).
-
-    Both kernels work on the same tiles, so tiles have equally many tokens in both.
-    """
+    """The kernel of both products, and how many programs share the k of a tile in each (one in the wide kernel)."""
 
     kernel: Int8Narrow | Int8Wide | Int8Direct
     gate_up_splits: int = 1
@@ -97,7 +94,7 @@ STEP = 128
 #: a program holds.
 DIRECT_FEATURES, DIRECT_STEPS = 4096, 16
 #: Steps that a program keeps at least where several share k.
-LEAST_STEPS = 6
+MIN_STEPS = 6
 
 
 def splits_for(items: float, steps: int, resident: int, gpu: Gpu = H200) -> int:
@@ -107,7 +104,7 @@ def splits_for(items: float, steps: int, resident: int, gpu: Gpu = H200) -> int:
     """
     if items * 3 >= gpu.multiprocessors * 2:
         return 1
-    max_splits = max(1, min(int(gpu.multiprocessors * resident / max(1.0, items)), steps // LEAST_STEPS))
+    max_splits = max(1, min(int(gpu.multiprocessors * resident / max(1.0, items)), steps // MIN_STEPS))
     return -(-steps // -(-steps // max_splits))  # without empty shares
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from moeq.layouts.aiter import NEGATIVE_ZERO, AiterFnuz
 from moeq.layouts.deepgemm import DeepGemmFp8Sm90, DeepGemmFp8Sm100
-from moeq.layouts.flashinfer import LEAST, RaisedBlocks
+from moeq.layouts.flashinfer import MIN_BLOCK_SCALE, RaisedBlocks
 from moeq.layouts.float_bits import bits_of, e4m3_values, numbers_of
 from moeq.layouts.layout import Layout
 from moeq.layouts.loops.columns import (
@@ -279,7 +279,7 @@ def _exponents_only(spec: MatrixSpec, codecs: dict[str, Codec]) -> dict[str, Cod
 _CODECS: dict[type[Any], Callable[[Any, MatrixSpec], Mapping[str, Codec] | None]] = {
     MarlinFp8: lambda layout, spec: {"scale": Shifted(spec.scale_dtype, layout.params, layout.exponent)},
     MarlinNVFP4: lambda layout, spec: {"scale": MarlinE5M3(layout.factor)},
-    RaisedBlocks: lambda layout, spec: {"scale": AsFloat32(spec.scale_dtype, least=LEAST)},
+    RaisedBlocks: lambda layout, spec: {"scale": AsFloat32(spec.scale_dtype, least=MIN_BLOCK_SCALE)},
     AiterFnuz: lambda layout, spec: {
         "weight": Fnuz(),
         "zero_sign": ZeroSigns(),

@@ -52,7 +52,7 @@ def test_every_number_of_tokens_has_candidates_without_empty_shares(
 def test_only_few_tiles_share_k() -> None:
     assert splits_for(32, 56, 2) == 8
     assert splits_for(96, 16, 2) == 1
-    assert splits_for(8, 11, 2) == 1  # every share keeps LEAST_STEPS
+    assert splits_for(8, 11, 2) == 1  # every share keeps MIN_STEPS
 
 
 def test_the_k_of_gate_and_up_is_shared_only_where_rows_know_their_expert() -> None:

@@ -24,7 +24,10 @@ TOKENS = gl.constexpr(8)
 
 @gluon.jit
 def _store_row(acc, place, half, left, second_left):
-    """Store the first token's sums: two ranges of 128 columns with distance `half`, cut at the ends of their rows."""
+    """Store the first token's sums: two ranges of 128 columns with distance `half`.
+
+    Only the first `left` and `second_left` columns of the ranges exist.
+    """
     layout: gl.constexpr = layouts.accumulator(TOKENS)
     m = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(1, layout)), 1)
     t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout)), 0)

@@ -53,7 +53,7 @@ def expert_product_narrow(
     split = gl.program_id(0) % SPLITS
     entry = tiles + gl.program_id(1) * 8
     GATED: gl.constexpr = epilogue.gated(EPILOGUE)
-    FIRST: gl.constexpr = epilogue.activation(EPILOGUE) != "none"
+    FIRST: gl.constexpr = epilogue.activation(EPILOGUE) != "none"  # whether this is the gate-up product
     UNDO: gl.constexpr = weights.undo(KIND, x_desc.dtype == gl.float16, GROUP > 0 and not AFTER)
     UNIT: gl.constexpr = weights.channel_unit(KIND, x_desc.dtype == gl.float16)
 

@@ -17,7 +17,7 @@ from moeq_kernels.hopper.w4a16.device import common, steps
 
 @gluon.jit
 def find_share(number, shares, each, count):
-    """Return item, share, first step and end step of a unit; `cut` gives the arguments."""
+    """Return item, share, first step and end step of a unit; a share has `each` of the `count` steps."""
     item = number
     share = number * 0
     last = count + share

@@ -35,18 +35,19 @@ def _slab_scales(scales, SLAB: gl.constexpr, WG: gl.constexpr, GROUPS_OF_WARPS: 
 @gluon.jit
 def _item(
     it, w_view, x_buf, x_rest, s_view, ready, empty, zero, out, row, end_row, s_row, groups, first, last, tile,
-    pair_tiles, columns, stride, zero_words, scale, bias, whole, expert, packed, done, finished, WG: gl.constexpr,
-    NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr,
-    KIND: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, SIGNALS: gl.constexpr,
+    pair_tiles, columns, stride, zero_words, scale, bias, global_scale, expert, packed, done, finished,
+    WG: gl.constexpr, HEIGHT: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    ZEROS: gl.constexpr, KIND: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
+    SIGNALS: gl.constexpr,
 ):
-    """Compute one warpgroup's part of an item, with NOW of the TOKENS columns of the buffers.
+    """Compute one warpgroup's part of an item, with HEIGHT of the TOKENS columns of the buffers.
 
     SIGNALS: whether to count the preceding item, of expert `finished`, after this one is multiplied; the stores of that
     item have completed by then.
     """
     HALF: gl.constexpr = x_buf.dtype == gl.float16
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
-    MAIN: gl.constexpr = wide_copies.main_height(NOW)
+    MAIN: gl.constexpr = wide_copies.main_height(HEIGHT)
     # With few registers per thread half of a step's weights are decoded at a time.
     PARTS: gl.constexpr = 2 if GROUPS_OF_WARPS == 4 and TOKENS > 32 else 1
     SLABS: gl.constexpr = 4 // PARTS
@@ -55,8 +56,8 @@ def _item(
     x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * EACH, MAIN, STEP], layouts.token_buffer())
     acc = gl.zeros([128, MAIN], gl.float32, layouts.accumulator(MAIN))
     rest = acc
-    if NOW > MAIN:
-        rest = gl.zeros([128, NOW - MAIN], gl.float32, layouts.accumulator(NOW - MAIN))
+    if HEIGHT > MAIN:
+        rest = gl.zeros([128, HEIGHT - MAIN], gl.float32, layouts.accumulator(HEIGHT - MAIN))
     for i in range(first, last):
         stage = it % STAGES
         mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
@@ -90,9 +91,9 @@ def _item(
             )
             x = x_view.index(stage * EACH).slice(p * 16 * SLABS, 16 * SLABS, dim=1)
             acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
-            if NOW > MAIN:
-                x = x_rest.index(stage).slice(0, NOW - MAIN, dim=0).slice(p * 16 * SLABS, 16 * SLABS, dim=1)
-                same = gl.convert_layout(a, layouts.left_operand(NOW - MAIN), assert_trivial=True)
+            if HEIGHT > MAIN:
+                x = x_rest.index(stage).slice(0, HEIGHT - MAIN, dim=0).slice(p * 16 * SLABS, 16 * SLABS, dim=1)
+                same = gl.convert_layout(a, layouts.left_operand(HEIGHT - MAIN), assert_trivial=True)
                 rest = warpgroup_mma(same, x.permute((1, 0)), rest, is_async=True)
                 acc, rest, a = warpgroup_mma_wait(0, deps=(acc, rest, a))
             else:
@@ -104,24 +105,23 @@ def _item(
     undo: gl.constexpr = weights.undo(KIND, HALF, GROUP > 0)
     unit: gl.constexpr = weights.channel_unit(KIND, HALF)
     chunk: gl.constexpr = 32 if GROUPS_OF_WARPS == 4 else 64  # tokens that are transposed at a time
-    second: gl.constexpr = NOW - MAIN
     column = (tile + WG) * 64
     up = (tile + WG + pair_tiles) * 64
-    if whole is None:
+    if global_scale is None:
         acc = acc * undo
         rest = rest * undo
     else:
-        factor = gl.load(whole + expert) * undo
+        factor = gl.load(global_scale + expert) * undo
         acc = acc * factor
         rest = rest * factor
     common.store_chunks(
         acc, out, row, end_row, column, up, columns, stride, scale, bias, first == 0, expert, packed, EPILOGUE,
         True, MAIN, min(MAIN, chunk), unit,
     )
-    if NOW > MAIN:
+    if HEIGHT > MAIN:
         common.store_chunks(
             rest, out, row + MAIN, end_row, column, up, columns, stride, scale, bias, first == 0, expert, packed,
-            EPILOGUE, True, second, second, unit,
+            EPILOGUE, True, HEIGHT - MAIN, HEIGHT - MAIN, unit,
         )
     return it
 
@@ -135,7 +135,7 @@ def _multiply(
     """Run a computing warpgroup. SIGNALS: whether it counts its finished items per expert."""
     (
         w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, zero, out, groups, steps, splits, rows, pair_tiles,
-        columns, stride, zero_words, scale, bias, whole, packed, done,
+        columns, stride, zero_words, scale, bias, global_scale, packed, done,
     ) = given
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     HEIGHTS: gl.constexpr = wide_copies.heights(TOKENS, FINE)
@@ -157,9 +157,9 @@ def _multiply(
             if (left <= HEIGHTS[h]) & (h == 0 or left > HEIGHTS[h - 1]):
                 it = _item(
                     it, w_view, x_buf, x_rest, s_view, ready, empty, zero, base, row, end_row, expert * groups, groups,
-                    first, last, tile, pair_tiles, columns, stride, zero_words, scale, bias, whole, expert, packed,
-                    done, finished, WG, HEIGHTS[h], TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE, GROUPS_OF_WARPS,
-                    SIGNALS,
+                    first, last, tile, pair_tiles, columns, stride, zero_words, scale, bias, global_scale, expert,
+                    packed, done, finished, WG, HEIGHTS[h], TOKENS, STAGES, GROUP, ZEROS, KIND, EPILOGUE,
+                    GROUPS_OF_WARPS, SIGNALS,
                 )
         finished = expert
         number += 1

@@ -203,12 +203,12 @@ def copy(
 @gluon.jit
 def _gather_item(
     it, w_desc, s_desc, w_buf, x_buf, x_rest, s_buf, ready, empty, x, pair_of_row, top_k, stride_x, row, end_row,
-    w_row, s_row, first, last, tile, pair_tiles, NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    w_row, s_row, first, last, tile, pair_tiles, HEIGHT: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, KIND: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
 ):
-    """Copy one item whose tokens are unsorted, with NOW of the TOKENS rows of the buffers."""
+    """Copy one item whose tokens are unsorted, with HEIGHT of the TOKENS rows of the buffers."""
     WORDS: gl.constexpr = _weight_bytes(GROUP, KIND, s_desc.dtype.primitive_bitwidth, GROUPS_OF_WARPS)
-    MAIN: gl.constexpr = main_height(NOW)
+    MAIN: gl.constexpr = main_height(HEIGHT)
     PER: gl.constexpr = main_height(TOKENS) // MAIN
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * PER, MAIN, STEP], layouts.token_buffer())
@@ -218,8 +218,8 @@ def _gather_item(
     token = (gl.load(pair_of_row + at) // top_k).to(gl.int64)
     place = x + gl.expand_dims(token * stride_x, 1) + column
     rest = place
-    if NOW > MAIN:
-        at = gl.minimum(row + MAIN + gl.arange(0, NOW - MAIN, layout=gl.SliceLayout(1, layout)), end_row - 1)
+    if HEIGHT > MAIN:
+        at = gl.minimum(row + MAIN + gl.arange(0, HEIGHT - MAIN, layout=gl.SliceLayout(1, layout)), end_row - 1)
         token = (gl.load(pair_of_row + at) // top_k).to(gl.int64)
         rest = x + gl.expand_dims(token * stride_x, 1) + column
     for i in range(first, last):
@@ -229,7 +229,7 @@ def _gather_item(
         mbarrier.expect(bar, WORDS)
         load_weights(i, stage, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP, GROUP, KIND)
         rows_load(x_view.index(stage * PER), place + i * STEP)
-        if NOW > MAIN:
+        if HEIGHT > MAIN:
             rows_load(x_rest.index(stage), rest + i * STEP)
         async_copy.commit_group()
         if i - first >= LAG:

@@ -295,6 +295,7 @@ def _multiply(
         row += 64 * WG
         if row < end_row:
             at = block * OWN
+            # Scales (f, g) and biases (s, u) of both halves; 1 for the left 64 columns of each, 2 for the right ones.
             token_scale = None
             f1, g1, f2, g2 = None, None, None, None
             s1, u1, s2, u2 = None, None, None, None
