@@ -399,7 +399,7 @@ def prepare(
 
     A tensor whose address is no multiple of 16 bytes is copied once. Raises the errors of `fused_moe`, and
     KernelUnsupportedError if 4-bit weights cannot be multiplied with e4m3 activations: on another GPU, with zero
-    points, or if MXFP4's scales of a feature are more than 2^11 apart.
+    points, or if MXFP4's scales of a feature are more than 2^14 apart.
     """
     require(top_k >= 1, f"top_k is {top_k}; it must be at least 1")
     whole = isinstance(max_tokens, int) and max_tokens >= 0

@@ -42,7 +42,7 @@ class PackedMatrix:
     scale_factor: Tensor | None = None
     #: Third bit of int3 codes `[E, ...]`, whose lower two are in `weight`; otherwise None.
     weight_high: Tensor | None = None
-    #: uint8 in the order of `scale`, shifts of e4m3 exponents in layers prepared for e4m3 activations beside MXFP4;
+    #: uint8 in the order of `scale`, shifts of e5m2 exponents in layers prepared for e4m3 activations beside MXFP4;
     #: otherwise None.
     exponent_shift: Tensor | None = None
     #: `fp8` if rows of x are quantised to e4m3, with one scale per row, or one per group of the weights; empty for the

@@ -162,6 +162,7 @@ class Language:
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     int8, uint8, int16, int32, int64 = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
     float8e4nv = torch.float8_e4m3fn
+    float8e5 = torch.float8_e5m2
     static_range = range
     SliceLayout, BlockedLayout = language.SliceLayout, language.BlockedLayout
     SwizzledSharedLayout = language.SwizzledSharedLayout

@@ -1,8 +1,8 @@
-"""Folding of MXFP4 scales into shifts of e4m3 exponents and one factor per output feature, once per layer.
+"""Folding of MXFP4 scales into shifts of e5m2 exponents and one factor per output feature, once per layer.
 
-An e2m1 code times 2^e is an e4m3 number for e from -5 to 6 (0.5 becomes 2^-6, the least normal one, and 6 becomes 384).
-If the e8m0 scales of an output feature span at most 11 powers of two, its weights are therefore exactly e4m3 numbers
-times the largest of these scales over 2^6.
+An e2m1 code times 2^e is a normal e5m2 number for e from -13 on (0.5 becomes 2^-14, the least one), and the device code
+reaches e = 1 (`device.codes`). If the e8m0 scales of an output feature span at most 14 powers of two, its weights are
+therefore exactly e5m2 numbers times half of the largest of these scales.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from moeq_kernels.formats import find_format
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
 #: Upper bound of the powers of two between the largest and the least scale of an output feature.
-SPAN = 11
+SPAN = 14
 #: Exponent bias of e8m0, and exponent by which codes with the largest scale are shifted.
-_BIAS, _TOP = 127, 6
+_BIAS, _TOP = 127, 1
 
 
 def folded(experts: PackedExperts) -> PackedExperts:
@@ -33,7 +33,7 @@ def folded(experts: PackedExperts) -> PackedExperts:
 
 
 def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
-    """Fold one matrix: shifts are bytes 8 (E - top + SPAN); factors are float32 `[E, n]` in Marlin's order."""
+    """Fold one matrix: shifts are bytes 4 (E - top + SPAN); factors are float32 `[E, n]` in Marlin's order."""
     if matrix.scale is None or matrix.channelwise:
         raise KernelUnsupportedError(f"{name} has no scales of groups along k, which this kernel folds")
     experts, n = matrix.num_experts, matrix.n
@@ -57,12 +57,12 @@ def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
     sign = 1 if _permuted(matrix) else -1
     factor[:, _single(column)] = sign * torch.exp2((top.float() - (_BIAS + _TOP))[:, _grouped(column)])
     # Groups of zeros may have any scale, so their shifts are clamped.
-    shifts = (8 * shift.clamp(0, SPAN)).to(torch.uint8)
+    shifts = (4 * shift.clamp(0, SPAN)).to(torch.uint8)
     return replace(matrix, exponent_shift=shifts, scale_factor=factor, activation_dtype="fp8")
 
 
 def _refusal(name: str, far: Tensor, scale: Tensor, used: Tensor) -> str:
-    """Name the first expert and feature that e4m3 cannot hold.
+    """Name the first expert and feature that e5m2 cannot hold.
 
     `far` is `[E, n]`; `scale` and `used` are `[E, K / 32, n]` with features in order.
     """
@@ -72,7 +72,7 @@ def _refusal(name: str, far: Tensor, scale: Tensor, used: Tensor) -> str:
     fault = "a scale that is NaN" if most == 255 - _BIAS else f"scales from 2^{least} to 2^{most}"
     features, experts = int(far.sum()), int(far.any(1).sum())
     return (
-        f"{name}: feature {feature} of expert {expert} has {fault}, but e4m3 weights hold scales 2^{SPAN} apart; "
+        f"{name}: feature {feature} of expert {expert} has {fault}, but 8-bit weights hold scales 2^{SPAN} apart; "
         f"{features} features of {experts} of {len(far)} experts are like that"
     )
 

@@ -1,11 +1,13 @@
-"""Decoding of Marlin's words of 4-bit codes into e4m3, wgmma's left operand, without moving values between lanes.
+"""Decoding of Marlin's words of 4-bit codes into 8-bit floats, wgmma's left operand. Lanes exchange nothing.
 
-A word of a lane has four codes of column g and four of column g + 8, whose k are 2 t, 2 t + 8, 2 t + 1, 2 t + 9 within
-16 rows. Tensor cores take four adjacent k, so tokens are stored in that order of k (`w8a8.device.rows`). Rows of the
-operand are those of map B in `w4a16.device.layouts`.
+e2m1 codes become e5m2, which holds more powers of two than e4m3; int4 codes become e4m3. A word of a lane has four
+codes of column g and four of column g + 8, whose k are 2 t, 2 t + 8, 2 t + 1, 2 t + 9 within 16 rows. Tensor cores take
+four adjacent k, so tokens are stored in that order of k (`w8a8.device.rows`). Rows of the operand are those of map B in
+`w4a16.device.layouts`.
 
-Words of `moeq-mxfp4/1` hold the same codes in another order of bits (`w4a16.device.recipes`), which takes twice the
-instructions here: signs and magnitudes are brought to their places by shifts and masks.
+Words of `moeq-mxfp4/1` hold the same codes in another order of bits (`w4a16.device.recipes`), in which no four codes
+are neighbours. Each code is brought to the upper byte of a float16, which is an e5m2 number, and multiplied by its
+scale there.
 
 `prmt` selects one of eight bytes in two registers by three bits of a code; with the fourth bit set it gives eight
 copies of the byte's sign instead. The compiler copies constants into a register before each use, and turns a product by
@@ -31,7 +33,7 @@ _BELOW = tuple((one - other) // 2 for one, other in zip(
 
 @constexpr_function
 def left_operand(tokens):
-    """Return the layout of e4m3 weights in registers."""
+    """Return the layout of 8-bit weights in registers."""
     return gl.DotOperandLayout(operand_index=0, parent=bytes_common.accumulator(tokens), k_width=4)
 
 
@@ -55,14 +57,14 @@ def _tables():
     lines = [".reg .b32 " + ", ".join(f"lo{r}, hi{r}" for r in range(4)) + ";", "mov.b32 zero, 0;"]
     for r in range(4):
         lines.append(f"prmt.b32 s, $12, zero, 0x444{r};")
-        lines.append(f"mad.lo.u32 lo{r}, s, 0x01010100, 0x14100800;")  # 0, 0.5, 1, 1.5 times 2^-5; zero stays
-        lines.append(f"mad.lo.u32 hi{r}, s, 0x01010101, 0x24201c18;")  # 2, 3, 4, 6 times 2^-5
+        lines.append(f"mad.lo.u32 lo{r}, s, 0x01010100, 0x0a080400;")  # 0, 0.5, 1, 1.5 times 2^-13; zero stays
+        lines.append(f"mad.lo.u32 hi{r}, s, 0x01010101, 0x12100e0c;")  # 2, 3, 4, 6 times 2^-13
     return lines
 
 
 @constexpr_function
 def decode_e2m1():
-    """Return the text from a lane's four e2m1 words of 32 rows of k to e4m3: two words (j0) of two slabs of 16 rows.
+    """Return the text from a lane's four e2m1 words of 32 rows of k to e5m2: two words (j0) of two slabs of 16 rows.
 
     Operands: results of h = 0 (4 registers) and of h = 1, the words, a register with the shifts of (h, j0) in its
     bytes, and three copies of it. Shifts are added to a column's eight magnitudes. Codes without a sign give 0x40,
@@ -78,28 +80,36 @@ def decode_e2m1():
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-#: How the four codes of column g, and of g + 8, come to their places in two halves of a permuted word `w`, whose third
-#: and fourth codes are also in `q`: two terms of magnitudes (mask 7 and 0x70) and of signs (mask 0x80 and 0x8000).
-_PERMUTED = (
-    (("shr.u32 s, w, 6;", "shl.b32 p, w, 4;"), ("shr.u32 s, w, 8;", "shl.b32 p, w, 6;")),
-    (("shr.u32 s, w, 3;", "mov.b32 p, q;"), ("shr.u32 s, w, 5;", "mov.b32 p, q;")),
-)
+#: Lines that turn the eight codes of a permuted word `w` into float16 numbers, one from each half of the word: two of
+#: column g (a, b) and two of column g + 8 (c, d). Their signs are bits 15, 9, 12 and 13 of a half. Their magnitudes are
+#: bits 6 to 8, 0 to 2 and 3 to 5; the fourth one has bits 11, 10 and 14. Signs go to bit 15 and magnitudes to bits 9 to
+#: 11: that is the code times 2^-14, also for zero and 0.5 (subnormal).
+_HALVES = (
+    "mul.lo.u32 l2, w, p2;", "mul.lo.u32 l3, w, p3;", "mul.lo.u32 l6, w, p6;", "mul.lo.u32 l9, w, p9;",
+    "shr.u32 r5, w, 5;",
+    "and.b32 m, l3, 0x0e000e00;", "and.b32 a, w, 0x80008000;", "or.b32 a, a, m;",
+    "and.b32 m, l9, 0x0e000e00;", "and.b32 b, l6, 0x80008000;", "or.b32 b, b, m;",
+    "and.b32 m, l6, 0x0e000e00;", "and.b32 c, l3, 0x80008000;", "or.b32 c, c, m;",
+    "and.b32 m, r5, 0x02000200;", "and.b32 d, w, 0x0c000c00;", "or.b32 d, d, m;",
+    "and.b32 m, l2, 0x80008000;", "or.b32 d, d, m;",
+)  # fmt: skip
 
 
 @constexpr_function
 def decode_permuted():
-    """Return the text of `decode_e2m1` for words of `moeq-mxfp4/1`; signs are as they are stored."""
-    lines = [".reg .b32 p, m, s, v, q, w, zero;", *_tables()]
+    """Return the text of `decode_e2m1` for words of `moeq-mxfp4/1`; signs are as they are stored.
+
+    A shift plus 0x40 is the upper byte of the float16 by which a column's codes are multiplied, 2 to 2^15.
+    """
+    lines = [".reg .b32 w, l2, l3, l6, l9, r5, m, a, b, c, d, s, zero, p2, p3, p6, p9, f0, f1, f2, f3;"]
+    lines += ["mov.b32 zero, 0;", "mov.u32 s, %lanemask_lt;", "shr.u32 s, s, 31;"]
+    lines += [f"or.b32 p{bits}, s, {1 << bits};" for bits in (2, 3, 6, 9)]
+    lines += ["or.b32 s, $12, 0x40404040;", *(f"prmt.b32 f{r}, s, zero, 0x{r}4{r}4;" for r in range(4))]
     for word in range(4):  # slab, j0
-        lines += [f"mov.b32 w, ${8 + word};", "shf.l.wrap.b32 q, w, w, 6;", "and.b32 q, q, 0x001b001b;"]
-        lines.append("mul.lo.u32 q, q, 0x1021;")  # the fourth code's magnitude in bits 4 to 6, its sign in bit 15
-        for h in range(2):
-            r = 2 * h + word % 2
-            magnitudes, signs = _PERMUTED[h]
-            lines += [*magnitudes, "and.b32 m, s, 0x00070007;", "and.b32 p, p, 0x00700070;", "or.b32 m, m, p;"]
-            lines += ["prmt.b32 m, m, zero, 0x4420;", f"prmt.b32 v, lo{r}, hi{r}, m;"]
-            lines += [*signs, "and.b32 s, s, 0x00800080;", "and.b32 p, p, 0x80008000;", "or.b32 v, v, s;"]
-            lines.append(f"or.b32 ${4 * h + word}, v, p;")
+        j0 = word % 2
+        lines += [f"mov.b32 w, ${8 + word};", *_HALVES]
+        lines += [f"mul.f16x2 {name}, {name}, f{2 * h + j0};" for name, h in (("a", 0), ("b", 0), ("c", 1), ("d", 1))]
+        lines += [f"prmt.b32 ${word}, a, b, 0x7351;", f"prmt.b32 ${4 + word}, c, d, 0x5371;"]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -138,7 +148,7 @@ def e2m1_operand(words, shifts, TOKENS: gl.constexpr, PERMUTED: gl.constexpr):
     x = gl.convert_layout(x, layouts.words(True, 2, "e2m1"), assert_trivial=True)
     lower, upper = gl.inline_asm_elementwise(
         TEXT, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", (_lanes(words), _lanes(x)),
-        (gl.float8e4nv, gl.float8e4nv), True, 16,
+        (gl.float8e5, gl.float8e5), True, 16,
     )
     return _operand(lower, upper, TOKENS)
 

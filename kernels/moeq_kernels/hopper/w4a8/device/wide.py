@@ -1,8 +1,9 @@
-"""Wide W4A8 kernel: 4-bit words times e4m3 tokens. Words become e4m3 in registers, the left operand of wgmma.
+"""Wide W4A8 kernel: 4-bit words times e4m3 tokens. Words become 8-bit floats in registers, wgmma's left operand.
 
-Programs take work items from a queue, and tiles have even heights, as in the wide W4A16 kernel. Words are decoded once
-per tile, so tiles are large: two products, of a power of two of tokens and of the others, use the same weights in
-registers. Tensor cores keep some 14 bits of the sums, a negligible error beside that of e4m3 activations.
+MXFP4 codes become e5m2, int4 codes e4m3. Programs take work items from a queue, and tiles have even heights, as in the
+wide W4A16 kernel. Words are decoded once per tile, so tiles are large: two products, of a power of two of tokens and of
+the others, use the same weights in registers. Tensor cores keep some 14 bits of the sums, a negligible error beside
+that of e4m3 activations.
 
 MXFP4's scales are folded into the exponents of weights (`fold`), so products need no scales. int4 codes are exact in
 e4m3, but their scales are not. Sums are in units of the last group's scale: when the next group begins, they are
