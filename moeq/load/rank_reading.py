@@ -79,10 +79,7 @@ def part_cuts(layout_id: str, spec: MatrixSpec, window: Window) -> Mapping[str, 
 
     layout = get_layout(layout_id)
     tensors = layout.tensors(spec)
-    sizes = {
-        part: prod(tensor.shape) * torch.empty(0, dtype=torch_dtype(tensor.dtype)).element_size()
-        for part, tensor in tensors.items()
-    }
+    sizes = {part: prod(tensor.shape) * torch_dtype(tensor.dtype).itemsize for part, tensor in tensors.items()}
     positions: dict[str, Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for digit in range((max(sizes.values()).bit_length() + 7) // 8):
