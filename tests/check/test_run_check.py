@@ -315,3 +315,10 @@ def test_layers_are_sampled_at_both_ends_and_in_the_middle_on_a_cpu(converted) -
     ):
         samples = choose_samples(manifest, options, torch.device(device), checkpoint)
         assert [sample.layer for sample in samples] == layers
+
+
+def test_products_alone_repeat_no_run(converted, checkpoints) -> None:
+    options = CheckOptions(tokens=[1], layers=[0], experts=[0, 1], whole=False, digests=False)
+    (layer,) = run_check(converted[INT4], checkpoints / INT4, options=options).layers
+    assert [result.name for result in layer.results] == ["gate", "up", "down"]
+    assert (layer.repeated, layer.unequal, layer.timings) == (0, (), ())
