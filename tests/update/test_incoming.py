@@ -17,6 +17,7 @@ from moeq.schemes.base import Scheme
 from moeq.update.incoming import (
     ProjectionBlock,
     _common_global_scale,
+    _declared,
     check_block,
     merged_tensors,
     named_tensors,
@@ -223,3 +224,24 @@ def test_weights_of_a_layer(projection: str, weights: Any, name: str, why: str, 
     found = torch.randn(2, 128, 256)
     names, held = read_layer(layer, "w13", {"up": found, "gate": -found})
     assert (names, torch.equal(held, torch.cat([-found, found], dim=1))) == (["gate", "up"], True)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        (
+            "gptq-int4-g32-actorder-qwen3moe",
+            {"method": "gptq", "variant": "gptq", "bits": 4, "group_size": 32, "act_order": True, "strategy": "group"},
+        ),
+        ("awq-int4-g32-qwen3moe", {"method": "awq", "variant": "gemm", "symmetric": False, "act_order": False}),
+        ("ct-fp8-block-qwen3moe", {"bits": 8, "group_size": None, "block": (128, 128), "strategy": "block"}),
+        ("ct-fp8-channel-qwen3moe", {"bits": 8, "group_size": -1, "block": None, "strategy": "channel"}),
+        ("mxfp4-gptoss", {"method": "mxfp4", "group_size": 32, "block": None, "symmetric": True, "activation": None}),
+    ],
+)
+def test_a_scheme_as_a_config_would_declare_it(name: str, wanted: dict[str, Any], checkpoints) -> None:
+    scheme = moeq.open(checkpoints / name).scheme_of(0)
+    found = vars(_declared(scheme))
+    assert {key: found[key] for key in wanted} == wanted
+    assert (found["activation"], found["writer"]) == (scheme.activation, scheme.writer)
+    assert found["rule"] == "the converted checkpoint"
