@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from load.stand_in import OnGpu, Stream
 from safetensors.torch import load_file
 
 import moeq
@@ -68,3 +69,25 @@ def test_spans_end_at_gaps_of_more_than_a_page() -> None:
 @pytest.mark.parametrize("index", [[], [0, 0], [1, 0], [0, 6]])
 def test_positions_that_select_no_stored_bytes(index: list[int]) -> None:
     assert _spans(torch.tensor(index, dtype=torch.int64), 6) is None
+
+
+def test_a_buffer_of_a_gpu_is_read_again_after_its_copy(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_reading, "READERS", 1)
+    stream = Stream(monkeypatch)
+    out = torch.zeros(10, dtype=torch.uint8)
+
+    def reader(fd: int):  # type: ignore[no-untyped-def]
+        def read(target: np.ndarray, start: int) -> None:
+            stream.told.append("read")
+            target[:] = np.arange(start, start + len(target)) + 1
+
+        return read
+
+    source = LocalSource(checkpoints / "gptq-int4-g32-qwen3moe", "")
+    _by_pieces(source, "model.safetensors", out.as_subclass(OnGpu), 4, reader)
+    assert out.tolist() == list(range(1, 11))
+    assert stream.told == ["entered", *["read", "waited"] * 3]
+    assert stream.pinned == {True}
+    stream.told.clear()
+    _by_pieces(source, "model.safetensors", out, 4, reader)
+    assert stream.told == ["no stream", *["read"] * 3]

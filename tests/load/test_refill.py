@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from load.stand_in import OnGpu, Stream
 
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
@@ -86,3 +87,21 @@ def test_indices_out_of_range_end_it_after_the_experts_that_are_written(converte
     for name, tensor in wanted["w2"].items():
         assert torch.equal(targets["w2"][name][:2], tensor[:2])
         assert not targets["w2"][name][2:].any()
+
+
+def test_buffers_of_a_gpu_are_free_after_their_copies(converted, monkeypatch) -> None:
+    checkpoint, entry, part, wanted = planned(converted["gptq-int4-g32-qwen3moe"])
+    size = sum(tensor[0].nbytes for parts in wanted.values() for tensor in parts.values())
+    monkeypatch.setattr(refill, "SCRATCH_BYTES", 2 * size)
+    held = {role: {name: torch.zeros_like(one) for name, one in parts.items()} for role, parts in wanted.items()}
+    targets = {role: {name: one.as_subclass(OnGpu) for name, one in parts.items()} for role, parts in held.items()}
+    stream = Stream(monkeypatch)
+    assert len([*refill.refill_experts(checkpoint, entry, part, targets)]) == 2
+    assert [one for one in stream.told if one != "no stream"] == ["entered", "waited"] * 2
+    assert True in stream.pinned
+    for role, parts in wanted.items():
+        assert all(torch.equal(held[role][name], one) for name, one in parts.items())
+    stream.pinned.clear()
+    assert len([*refill.refill_experts(checkpoint, entry, part, held)]) == 2
+    assert stream.pinned == {False}
+    assert stream.told.count("waited") == 2
