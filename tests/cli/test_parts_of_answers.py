@@ -14,11 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from moeq.check.sampling import CheckOptions
-from moeq.cli import oracle, shards
+from moeq.cli import github, oracle, push, shards, warmup
 from moeq.cli.app import run
 from moeq.cli.out import Output, _console, _silence, write
 from moeq.cli.progress import ProgressReport
 from moeq.cli.screen import Screen, _literal_text
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import ExitCode, MoeqError
+from moeq.pipeline.push import Pushed
 from moeq.pipeline.run.work_shards import ShardRun, WorkShard
 
 
@@ -196,3 +200,101 @@ def test_a_bar_is_drawn_at_a_terminal_and_ends(monkeypatch: pytest.MonkeyPatch) 
     assert "25 %" in stderr.getvalue()
     with ProgressReport(out, "work", quiet=True) as report:
         assert report._bar is None
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        ([(True, True)], 0),
+        ([(True, True), (False, True)], 1),
+        ([(False, True), (False, False)], 1),
+        ([(True, True), (False, False)], 3),
+        ([(False, False)], 3),
+    ],
+)
+def test_a_no_counts_more_than_what_is_not_known(verdicts: list[tuple[bool, bool]], code: int) -> None:
+    given: Any = [SimpleNamespace(ok=ok, known=known) for ok, known in verdicts]
+    found = oracle._exit_code(given)
+    assert found == (ExitCode.UNKNOWN if code == 3 else code)
+
+
+def test_details_of_a_verdict_are_those_that_there_are() -> None:
+    gates = [
+        SimpleNamespace(code="G1", stage="CONFIG", text="passed", remedy="x", passed=True),
+        SimpleNamespace(code="G2", stage="SELECT", text="no way", remedy="another", passed=False),
+        SimpleNamespace(code="G3", stage="LOADING", text="nor there", remedy=None, passed=False),
+    ]
+    sizes = SimpleNamespace(hidden=100, padded_hidden=128, intermediate=60, padded_intermediate=64, local_experts=4)
+    verdict: Any = SimpleNamespace(
+        asked="MARLIN", method=None, weight_key="", sizes=sizes, transient_bytes=3 << 20,
+        mattered=[("tp", 2), ("ep", 1)], gates=gates, notes=["one note"],
+    )  # fmt: skip
+    drawn = StringIO()
+    oracle._details(Screen(file=drawn, width=160), verdict)
+    assert [row.split(maxsplit=1) for row in drawn.getvalue().splitlines()] == [
+        ["asked", "MARLIN"],
+        ["sizes", "hidden 100 -> 128, intermediate per rank 60 -> 64, 4 experts per rank"],
+        ["repack", "3.0 MiB extra per layer while the engine loads"],
+        ["mattered", "tp 2, ep 1"],
+        ["gate", "G2 SELECT: no way \u2192 another"],
+        ["gate", "G3 LOADING: nor there"],
+        ["note", "one note"],
+    ]
+    verdict.sizes, verdict.transient_bytes, verdict.mattered, verdict.gates, verdict.notes = None, 0, [], [], []
+    drawn = StringIO()
+    oracle._details(Screen(file=drawn, width=160), verdict)
+    assert drawn.getvalue().split() == ["asked", "MARLIN"]
+
+
+@pytest.mark.parametrize("removed", [(), ("a.safetensors",), ("a.safetensors", "b.safetensors")])
+def test_what_was_pushed(removed: tuple[str, ...]) -> None:
+    found = Pushed("org/tiny", "https://hub/org/tiny", "abc123", 3, 5 << 20, removed, ("a", "b", "c"))
+    drawn = StringIO()
+    push.render(Screen(file=drawn, width=160), found)
+    lines = [" ".join(row.split()) for row in drawn.getvalue().splitlines()]
+    assert lines == [
+        "pushed https://hub/org/tiny: 3 files, 5.0 MiB",
+        "commit abc123",
+        *([f"removed {len(removed)} weight file{'s' * (len(removed) > 1)} of an earlier push"] if removed else []),
+        "read it moeq inspect org/tiny",
+    ]
+    assert push.document(found)["removed"] == removed
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"tp": 4, "ep": 2, "dp": 1, "dtype": "fp16"}),
+        ({"tp": 2}, {"dtype": "fp16"}),
+        ({"ep": 2, "dtype": "bf16"}, {}),
+        ({"dtype": "bf16"}, {"tp": 4, "ep": 2, "dp": 1}),
+        ({"gpu": "H100", "dp": 2}, {"dtype": "fp16"}),
+    ],
+)
+def test_kernels_are_warmed_for_the_ranks_of_the_conversion(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    made: list[dict[str, Any]] = []
+    converted = Deployment(gpu=parse_gpu("A100"), tp=4, ep=2, dtype="fp16")
+    manifest: Any = SimpleNamespace(deployment=converted.to_json())
+    options: Any = SimpleNamespace(named=given, make=lambda **other: made.append(other))
+    warmup.served(options, manifest)
+    assert made == [expected]
+
+    def fail(**other: Any) -> None:
+        raise MoeqError(code, "there is none")
+
+    options.make = fail
+    for code, hint in (("usage.no-gpu", "DST was converted for A100: --gpu A100, or name another"), ("usage.tp", None)):
+        with pytest.raises(MoeqError) as caught:
+            warmup.served(options, manifest)
+        assert (caught.value.code, caught.value.message, caught.value.hint) == (code, "there is none", hint)
+
+
+def test_a_summary_is_appended_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    assert github.append_summary("x") is False
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "new"))
+    assert github.append_summary("one\u00e4") is True
+    assert github.append_summary("two") is True
+    assert (tmp_path / "new").read_text(encoding="utf-8") == "one\u00e4two"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+    assert github.append_summary("x") is False

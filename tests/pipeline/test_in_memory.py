@@ -293,3 +293,34 @@ def test_a_stack_takes_bytes_and_numbers_of_another_dtype() -> None:
         torch.zeros(4, 3, 2, dtype=torch.bfloat16).transpose(1, 2),
     ):
         assert torch.equal(rows_filled(tensor).to(torch.bfloat16), wanted)
+
+
+class Stream:
+    """A CUDA stream on which copies run; it notes when somebody waits for them."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def __enter__(self) -> None:
+        self.told.append("on the stream")
+
+    def __exit__(self, *_raised: object) -> None:
+        self.told.append("off the stream")
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: self.told.append("waited"))
+
+
+def test_parts_go_to_their_tensors_and_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    first, second = torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(3, 2, dtype=torch.uint8)
+    targets = {(108, 114): (second, TensorSpec((2,), "U8")), (100, 108): (first, TensorSpec((4,), "U8"))}
+    sink = in_memory.TensorSink(targets)
+    assert sink._stream is None
+    sink.write(memoryview(bytearray([1, 2, 3, 4])), 104)
+    assert first.tolist() == [[0] * 4, [1, 2, 3, 4]]
+    sink._stream = Stream(told)  # type: ignore[assignment]
+    sink.write(memoryview(bytearray([5, 6, 7, 8])), 110)
+    assert second.tolist() == [[0, 0], [5, 6], [7, 8]]
+    assert told == ["on the stream", "waited", "off the stream"]
