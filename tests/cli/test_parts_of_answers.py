@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,7 +275,7 @@ def test_what_was_pushed(removed: tuple[str, ...]) -> None:
 def test_kernels_are_warmed_for_the_ranks_of_the_conversion(given: dict[str, Any], expected: dict[str, Any]) -> None:
     made: list[dict[str, Any]] = []
     converted = Deployment(gpu=parse_gpu("A100"), tp=4, ep=2, dtype="fp16")
-    manifest: Any = SimpleNamespace(deployment=converted.to_json())
+    manifest: Any = SimpleNamespace(deployment=asdict(converted))
     options: Any = SimpleNamespace(named=given, make=lambda **other: made.append(other))
     warmup.served(options, manifest)
     assert made == [expected]
