@@ -150,14 +150,24 @@ def of_wna16(config: Row, **more: Any) -> Iterator[StoredTensor]:
     """Tensors as the checkpoint stores them, for the method that converts them."""
     group, bits, awq = int(config["group_size"]), int(config["bits"]), config["quant_method"] == "awq"
     for projection, n, k in (("gate", INNER, HIDDEN), ("up", INNER, HIDDEN), ("down", HIDDEN, INNER)):
-        groups, per = 1 if group < 0 else k // group, 32 // bits
+        groups, per = k // group if group > 0 else 1, 32 // bits
         yield StoredTensor(projection, "qweight", "I32", (k, n // per) if awq else (k // per, n))
         yield StoredTensor(projection, "scales", "F16", (groups, n))
         yield StoredTensor(projection, "qzeros", "I32", (groups, n // per))
 
 
 @pytest.mark.parametrize(
-    ("method", "bits", "group"), [("gptq", 4, 128), ("gptq", 4, 64), ("gptq", 8, 32), ("awq", 4, 128), ("awq", 4, 64)]
+    ("method", "bits", "group"),
+    [
+        ("gptq", 4, 128),
+        ("gptq", 4, 64),
+        ("gptq", 8, 32),
+        ("gptq", 4, -1),
+        ("gptq", 4, 1),
+        ("gptq", 4, 0),
+        ("awq", 4, 128),
+        ("awq", 4, 64),
+    ],
 )
 def test_a_loader_that_converts_counts_numbers(method: str, bits: int, group: int) -> None:
     config = gptq(bits=bits, group_size=group) if method == "gptq" else {**AWQ, "group_size": group}
@@ -170,7 +180,9 @@ def test_a_loader_that_converts_counts_numbers(method: str, bits: int, group: in
         text = said(config, changed(tensors, number, shape=other), **asked)
         n, k = (HIDDEN, INNER) if one.projection == "down" else (INNER, HIDDEN)
         count = one.shape[0] * one.shape[1]
-        taken = f"and the method's loader takes {count} numbers for [{n}, {k}] with groups of {group}"
+        taken = (
+            f"and the method's loader takes {count} numbers for [{n}, {k}] with groups of {group if group > 0 else k}"
+        )
         ignored = one.part == "qzeros" and method == "gptq"
         assert (text == "") == ignored, one
         assert ignored or f"{one.part} ({one.dtype} {list(other)}), {taken}" in text
@@ -297,3 +309,9 @@ def test_a_linear_module_has_the_parts_of_experts() -> None:
 def test_what_is_refused_before_is_not_compared() -> None:
     assert outcome({"quant_method": "gptq"}).refused
     assert check_tensors(outcome({"quant_method": "gptq"}), fitting(FP8, 128, 128)) is None
+
+
+def test_methods_whose_parameters_are_not_known_are_not_compared() -> None:
+    method = outcome(gptq(), quantization="humming").case.method
+    assert (method.name, parameters_of("0.33.0", method)) == ("HummingMoEMethod", None)
+    assert said(gptq(), list(of_wna16(AWQ)), quantization="humming") == ""
