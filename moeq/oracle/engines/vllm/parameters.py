@@ -255,19 +255,18 @@ def _converted(case: Case, tensor: StoredTensor) -> str | None:
         return None if math.prod(tensor.shape) == 1 else "one number"
     if tensor.part in _PASSED_OVER:
         return None
-    bits, group, n, k = case.method.bits, case.method.group_size or 0, *_sizes(case, tensor)
-    groups = 1 if group <= 0 else k // group
-    if not bits or (tensor.dtype != "I32" and tensor.part != "scales"):
+    bits, group, (n, k) = case.method.bits, case.method.group_size, _sizes(case, tensor)
+    if not bits or not group or (tensor.dtype != "I32" and tensor.part != "scales"):
         return None
-    if tensor.part == "scales" and group > 0 and k % group:
+    if tensor.part == "scales" and k % group:
         return f"groups that divide {k} columns, not groups of {group}"
-    zeros = groups * -(-n * bits // 32)
-    wanted = {"scales": groups * n, "qzeros": zeros, "weight_zero_point": zeros}.get(
+    zeros = k // group * -(-n * bits // 32)
+    wanted = {"scales": k // group * n, "qzeros": zeros, "weight_zero_point": zeros}.get(
         tensor.part, n * -(-k * bits // 32)
     )
     if (tensor.part == "qzeros" and not case.method.zero_points) or math.prod(tensor.shape) == wanted:
         return None
-    return f"{wanted} numbers for [{n}, {k}] with groups of {group if group > 0 else k}"
+    return f"{wanted} numbers for [{n}, {k}] with groups of {group}"
 
 
 def _sizes(case: Case, tensor: StoredTensor) -> tuple[int, int]:
