@@ -131,8 +131,8 @@ def _plant(
         before = matrices.get((role, site.expert)) or converted.matrix(layer, site.expert, role)
         found = sabotage.damage(before, _rows(before, site), generator)
         if found is not None:
-            matrices[role, site.expert] = found[0]
-            planted.append(Planted(sabotage.name, found[1], (site,)))
+            matrices[role, site.expert], damage = found
+            planted.append(Planted(sabotage.name, damage, (site,)))
     layouts = {role: _layout(converted, entry, role) for role in entry.matrices}
     for (role, expert), matrix in matrices.items():
         _write(overlay, entry, layouts[role], role, expert, matrix)

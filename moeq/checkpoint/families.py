@@ -44,7 +44,7 @@ class ModelFamily:
 
     @property
     def transposed(self) -> bool:
-        """Whether stacked parameters that are not quantised are transposed."""
+        """Whether stacked parameters that are not quantised are transposed; those of gpt-oss are interleaved, too."""
         return self.stacking == "transposed" or "gpt_oss" in self.model_types
 
 

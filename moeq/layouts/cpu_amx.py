@@ -78,8 +78,8 @@ class CpuAmxInt4(_SummedBlocks):
 
     `weight` uint8 `[N / 32, K / B, 16 B + 128]`: the codes of a block, then 32 int32 sums of `code - zero` over the
     block's columns; `scale` float32 `[N / 32, G, 32]`; `zero` int8 `[N / 32, G, 32]`, 8 everywhere where symmetric;
-    `bias` float32. vLLM adds one to every zero point that is not AWQ's: to those of GPTQ v1 files, which lack one, and
-    to the 7 that it sets for symmetric ones. So this layout stores zero points as moeq has them.
+    `bias` float32. Zero points are stored as they count. vLLM reaches the same numbers by adding one to every zero
+    point that is not AWQ's: GPTQ v1 files store one less, and for symmetric weights it starts from 7.
     """
 
     id = "cpu-amx-int4/1"

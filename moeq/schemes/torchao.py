@@ -160,8 +160,8 @@ class TorchAoInt(_TorchAo):
             context.refuse(f"{unread[0]} changes what the layer computes, and moeq does not apply it")
         scale = parts["_weight_scale"].shape if "_weight_scale" in parts else ()
         whole = scale == (1, 1) and n > 1
-        groups = 1 if whole else scale[1] if len(scale) == 2 and scale[0] == n else 0
-        if groups == 0 or k % groups:
+        groups = 1 if whole or len(scale) != 2 else scale[1]
+        if len(scale) != 2 or not (whole or scale[0] == n) or groups == 0 or k % groups:
             context.refuse(f"_weight_scale is {list(scale)}, expected {[n, 1]}, {[n, 'K / group']} or [1, 1]")
         context.expect_shape(parts, "_weight_zero_point", scale, ("I8",))
         scale_dtype = context.float_name(parts, "_weight_scale")

@@ -88,9 +88,8 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         _check_device(experts)
         parallel = moe.moe_parallel_config
         # Under expert parallelism experts are whole, and the engine says so by tp_size 1.
-        self.rank = Rank(parallel.tp_rank, parallel.tp_size, parallel.ep_rank, parallel.ep_size)
-        if not parallel.use_ep:
-            self.rank = Rank(parallel.tp_rank, parallel.tp_size)
+        within_ep = (parallel.ep_rank, parallel.ep_size) if parallel.use_ep else ()
+        self.rank = Rank(parallel.tp_rank, parallel.tp_size, *within_ep)
         if parallel.enable_eplb:
             follow_balancers()
             self.parts = plan_replicas(entry, self.rank, moe.num_experts - moe.num_logical_experts)
@@ -429,14 +428,14 @@ def _check_order(moe: Any, entry: LayerEntry, engine: EngineExperts) -> None:
     if not engine.reader.activates and (order == "interleaved") != (wanted == "interleaved"):
         siblings = [layout for layout, row in BACKENDS.items() if row.title == engine.title]
         fitting = [layout for layout in siblings if layout_class(layout).w13_order == wanted]
-        device = f"moeq oracle SRC --gpu {_gpu_option()} says which backend takes them"
+        hint = f"moeq oracle SRC --gpu {_gpu_option()} says which backend takes them"
+        if fitting:
+            hint = f"convert the source to another layout: moeq convert SRC DST --layout {' or '.join(fitting)}"
         raise MoeqError(
             "answer.no-backend",
             f"layer {entry.layer} is in layout {entry.layout}, whose gate and up rows lie {order}, and vLLM's "
             f"activation {moe.activation.value} takes them {wanted}",
-            f"convert the source to another layout: moeq convert SRC DST --layout {' or '.join(fitting)}"
-            if fitting
-            else device,
+            hint,
         )
 
 

@@ -29,7 +29,7 @@ def _pack(source, half, out):  # type: ignore[no-untyped-def]
         out[half // 2 + i] = (first >> _4) | (second & _HIGH)
 
 
-def _gathered(width: int, head: int, count: int) -> Callable[..., Any]:
+def _codes_of_blocks(width: int, head: int, count: int) -> Callable[..., Any]:
     """Return a function from the first and last 64 bytes of `count` blocks to the 64 bytes of their codes.
 
     A block has `width` bytes, of which the first `head` are scales.
@@ -42,7 +42,7 @@ _even_bytes = pick_bytes(*(64 * half + 16 * block + 2 * i for block in range(4) 
 
 
 @loop
-def _neighbours(octets):  # type: ignore[no-untyped-def]
+def _pack_four_blocks(octets):  # type: ignore[no-untyped-def]
     """Pack the codes of four blocks as `_pack` does."""
     low, high = octets & _LOWS, (octets >> uint64(4)) & _LOWS
     return _even_bytes(low | low >> uint64(4), high | high >> uint64(4))
@@ -50,21 +50,21 @@ def _neighbours(octets):  # type: ignore[no-untyped-def]
 
 def _nibble_split(width: int, head: int) -> Callable[..., Any]:
     """Return the loop that splits blocks of `width` bytes, `head` of them scales: four at once, the last ones alone."""
-    gathered, last = _gathered(width, head, 4), 4 * width - 64
+    codes_of_blocks, last = _codes_of_blocks(width, head, 4), 4 * width - 64
 
     @loop
     def split(rows, codes, scales):  # type: ignore[no-untyped-def]
         for n in range(rows.shape[0]):
-            row, filled, heads = rows[n], codes[n], scales[n]
+            row, filled, scale_bytes = rows[n], codes[n], scales[n]
             count = len(filled) // 16
             for block in range(0, count - 3, 4):
                 first = width * block
-                store(filled, 16 * block, _neighbours(gathered(load(row, first), load(row, first + last))))
+                store(filled, 16 * block, _pack_four_blocks(codes_of_blocks(load(row, first), load(row, first + last))))
             for block in range(count - count % 4, count):
                 _pack(row[width * block + head :], 16, filled[16 * block :])
             for block in range(count):
                 for i in range(head):
-                    heads[head * block + i] = row[width * block + i]
+                    scale_bytes[head * block + i] = row[width * block + i]
 
     return split  # type: ignore[no-any-return]
 
@@ -75,21 +75,21 @@ split_q4_0, split_mxfp4 = _nibble_split(18, 2), _nibble_split(17, 1)
 @loop
 def split_nvfp4(rows, codes, scales):  # type: ignore[no-untyped-def]
     for n in range(rows.shape[0]):
-        row, filled, heads = rows[n], codes[n], scales[n]
+        row, filled, scale_bytes = rows[n], codes[n], scales[n]
         for block in range(len(filled) // 32):
             start = 36 * block
             for i in range(4):
-                heads[4 * block + i] = row[start + i]
+                scale_bytes[4 * block + i] = row[start + i]
                 _pack(row[start + 4 + 8 * i :], 8, filled[32 * block + 8 * i :])
 
 
-_pair_of_q8_0 = _gathered(34, 2, 2)
+_pair_of_q8_0 = _codes_of_blocks(34, 2, 2)
 
 
 @loop
 def split_q8_0(rows, codes, scales):  # type: ignore[no-untyped-def]
     for n in range(rows.shape[0]):
-        row, filled, heads = rows[n], codes[n], scales[n]
+        row, filled, scale_bytes = rows[n], codes[n], scales[n]
         count = len(filled) // 32
         for block in range(0, count - 1, 2):
             found = _pair_of_q8_0(load(row, 34 * block), load(row, 34 * block + 4))
@@ -97,16 +97,16 @@ def split_q8_0(rows, codes, scales):  # type: ignore[no-untyped-def]
         for i in range(32 * (count & 1)):  # the last block of an odd number
             filled[32 * (count - 1) + i] = row[34 * (count - 1) + 2 + i] ^ _SIGN
         for block in range(count):
-            heads[2 * block], heads[2 * block + 1] = row[34 * block], row[34 * block + 1]
+            scale_bytes[2 * block], scale_bytes[2 * block + 1] = row[34 * block], row[34 * block + 1]
 
 
 @loop
 def split_q5_0(rows, codes, scales):  # type: ignore[no-untyped-def]
     for n in range(rows.shape[0]):
-        row, filled, heads = rows[n], codes[n], scales[n]
+        row, filled, scale_bytes = rows[n], codes[n], scales[n]
         for block in range(len(filled) // 32):
             source, out = row[22 * block :], filled[32 * block :]
-            heads[2 * block], heads[2 * block + 1] = source[0], source[1]
+            scale_bytes[2 * block], scale_bytes[2 * block + 1] = source[0], source[1]
             fifth = _word(source, 2)
             for i in range(16):
                 low, high = (fifth >> np.uint32(i)) & np.uint32(1), (fifth >> np.uint32(i + 16)) & np.uint32(1)
@@ -118,10 +118,10 @@ def split_q5_0(rows, codes, scales):  # type: ignore[no-untyped-def]
 @loop
 def split_nibbles(rows, table, codes, scales):  # type: ignore[no-untyped-def]
     for n in range(rows.shape[0]):
-        row, filled, heads = rows[n], codes[n], scales[n]
+        row, filled, scale_bytes = rows[n], codes[n], scales[n]
         for block in range(len(filled) // 32):
             source, out = row[18 * block :], filled[32 * block :]
-            heads[2 * block], heads[2 * block + 1] = source[0], source[1]
+            scale_bytes[2 * block], scale_bytes[2 * block + 1] = source[0], source[1]
             for i in range(16):
                 out[i], out[16 + i] = table[source[2 + i] & _LOW], table[source[2 + i] >> _4]
 
@@ -181,7 +181,7 @@ def q2_k(rows, halves, out):  # type: ignore[no-untyped-def]
             for group in range(16):
                 scale = np.float32(step * np.float32(source[group] & _LOW))
                 least = np.float32(offset * np.float32(source[group] >> _4))
-                codes, numbers = source[16 + _two_bits(group) :], filled[16 * group :]
+                codes, numbers = source[16 + _first_of_group(group) :], filled[16 * group :]
                 shift = np.uint8(group & 6)
                 for i in range(16):
                     numbers[i] = np.float32(scale * np.float32(codes[i] >> shift & _3)) - least
@@ -198,7 +198,7 @@ def q3_k(rows, halves, out):  # type: ignore[no-untyped-def]
                 high = source[104 + (group & 3)] >> np.uint8(2 * (group >> 2)) & _3
                 scale = np.float32(step * _centred(low | high << _4))
                 codes, third, numbers = (
-                    source[32 + _two_bits(group) :],
+                    source[32 + _first_of_group(group) :],
                     source[16 * (group & 1) :],
                     filled[16 * group :],
                 )
@@ -209,7 +209,7 @@ def q3_k(rows, halves, out):  # type: ignore[no-untyped-def]
 
 
 @loop
-def _two_bits(group):  # type: ignore[no-untyped-def]
+def _first_of_group(group):  # type: ignore[no-untyped-def]
     """Return the position of a group's first byte: eight groups of 16 codes share 32 bytes."""
     return 32 * (group >> 3) + 16 * (group & 1)
 
@@ -313,14 +313,14 @@ def tq1_0(rows, halves, out):  # type: ignore[no-untyped-def]
         for block in range(out.shape[1] // 256):
             source, filled = rows[n, 54 * block :], out[n, 256 * block :]
             step = _half(source, 52, halves)
-            _trits(source, 32, 5, step, filled)
-            _trits(source[32:], 16, 5, step, filled[160:])
-            _trits(source[48:], 4, 4, step, filled[240:])
+            _base_3_digits(source, 32, 5, step, filled)
+            _base_3_digits(source[32:], 16, 5, step, filled[160:])
+            _base_3_digits(source[48:], 4, 4, step, filled[240:])
 
 
 @loop
-def _trits(octets, width, count, step, filled):  # type: ignore[no-untyped-def]
-    """Fill `count` runs of `width` numbers from as many bytes, digits of base 3 in fractions of 256."""
+def _base_3_digits(octets, width, count, step, filled):  # type: ignore[no-untyped-def]
+    """Fill `count` runs of `width` numbers from `width` bytes: byte / 256 is a fraction in base 3, a digit per run."""
     factor = np.uint8(1)
     for run in range(count):
         for i in range(width):

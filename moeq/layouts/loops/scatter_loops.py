@@ -1,4 +1,7 @@
-"""Loops of `moeq.layouts.loops.scatter`."""
+"""Loops of `moeq.layouts.loops.scatter`, whose `_Tables` describes the arguments.
+
+`sizes` are the first element, and for the outer and then the inner loop: count, elements of a step, words of a step.
+"""
 
 from __future__ import annotations
 

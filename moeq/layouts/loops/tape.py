@@ -108,7 +108,7 @@ def _cube(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _octets(*arrays: Array) -> list[Array]:
-    """View arrays, rows of them contiguous, as bytes in the three dimensions of the last, to which others broadcast."""
+    """View arrays as bytes in three dimensions, broadcast to the shape of the last; their rows must be contiguous."""
     if not all(isinstance(array, Traced) and array.strides[-1:] == (array.itemsize,) for array in arrays):
         raise UnrecordedError("bytes of an array that is not traced or not contiguous")
     shape = arrays[-1].shape

@@ -90,8 +90,8 @@ NARROWS = tuple(
 #: Bytes of k in a step. Rows of other lengths begin within a line of the L2 cache, of which a step reads a part: fewer
 #: programs that are further ahead read more of it while it is there.
 STEP = 128
-#: Features of a row of activations up to which all programs may quantise it for themselves, and steps of k whose codes
-#: a program holds.
+#: Upper bounds in the kernels that do not sort: features of a row of activations, which every program quantises for
+#: itself, and steps of k whose codes a program holds.
 DIRECT_FEATURES, DIRECT_STEPS = 4096, 16
 #: Steps that a program keeps at least where several share k.
 MIN_STEPS = 6

@@ -113,7 +113,7 @@ class WidenedF16(Codec):
 
 @dataclass(frozen=True)
 class AsFloat32(Rounding):
-    """Stores floats as float32 times a power of two, and raises those below a minimum to it."""
+    """Stores floats as float32 times a power of two; numbers below a minimum become that minimum."""
 
     logical: str  #: dtype of the scales: `f32`, `bf16` or `f16`
     factor: float = 1.0  #: the power of two
@@ -178,7 +178,7 @@ class Shifted(Rounding):
     logical: str  #: dtype of the scales: `f32`, `bf16`, `f16` or `e8m0`
     params: str  #: dtype that is stored: `BF16` or `F16`
     exponent: int  #: the power of two
-    repeats: int = 1  #: rows per run of equal rows; stored matrices consist of whole runs
+    repeats: int = 1  #: consecutive rows that are equal where the count of rows is a multiple of this
     stored: ClassVar[str] = "u2"
 
     @property
@@ -186,20 +186,20 @@ class Shifted(Rounding):
         return 0x7C00 if self.params == "F16" else 0x7F80
 
     def exact(self, logical: Array) -> bool:
-        once = logical if len(logical) % self.repeats else logical[:: self.repeats]
-        if once.itemsize > 2:
-            return super().exact(once)
-        return all_in(_shifted(self.logical, self.params, self.exponent)[1], once)
+        distinct = logical if len(logical) % self.repeats else logical[:: self.repeats]
+        if distinct.itemsize > 2:
+            return super().exact(distinct)
+        return all_in(_shifted(self.logical, self.params, self.exponent)[1], distinct)
 
     def widen(self, logical: Array, out: Array) -> None:
         repeats = 1 if len(logical) % self.repeats else self.repeats
-        once = logical[::repeats]
-        if once.itemsize <= 2:
-            look_up_rows(_shifted(self.logical, self.params, self.exponent)[0], once, repeats, out)
+        distinct = logical[::repeats]
+        if distinct.itemsize <= 2:
+            look_up_rows(_shifted(self.logical, self.params, self.exponent)[0], distinct, repeats, out)
             return
-        stored = np.empty(once.shape, self.stored)
-        self._compute(once, stored)
-        np.copyto(out.reshape(len(once), repeats, -1), stored[:, None])
+        stored = np.empty(distinct.shape, self.stored)
+        self._compute(distinct, stored)
+        np.copyto(out.reshape(len(distinct), repeats, -1), stored[:, None])
 
     def _compute(self, logical: Array, out: Array) -> None:
         with np.errstate(over="ignore"):

@@ -98,6 +98,6 @@ def shared_scale(layout: Layout) -> SharedScale | None:
 
 
 def stored_largest(packed: Mapping[str, Array]) -> float | None:
-    """Return a largest scale that gives the stored factor; None if the stored number is no possible factor."""
+    """Return a scale that gives the stored factor if it is the largest; None if no scale gives the stored number."""
     factor = float(packed[_FACTOR].view(np.float32)[0])
     return 448.0 / factor if 1 <= factor <= 2.0**20 and math.frexp(factor)[0] == 0.5 else None

@@ -112,7 +112,7 @@ def expert_product_narrow(
             steps.load_tokens(ahead, stage, bar, x_desc, x_buf, row, STEP, ahead < last)
 
         column = tile * 64
-        second = (tile + pair_tiles) * 64
+        second = (tile + pair_tiles) * 64  # first column of the second half
         acc = common.undone(acc, global_scale, expert, UNDO)
         acc = common.affine_rows(acc, column, second, scale, bias, split == 0, expert, packed, False, TOKENS, UNIT)
         one, two = common.pair_columns(acc, False, TOKENS, epilogue.interleaved(EPILOGUE))

@@ -2,8 +2,9 @@
 
 Codes and scales equal those of the portable kernels' `quantize_rows` and `quantize_rows_e4m3` bit for bit, down to
 scales of 2^-100: scale = max |row| / 127 or 448 (1 for a zero row), code = row / scale to nearest even. Codes in
-unsigned bytes are e4m3. They may have a scale per 128 columns of a row; `scale_stride` is the stride between the scales
-of a row. MARLIN: whether every 16 codes are in the order of Marlin's words, as `w4a8.device.wide` needs them.
+unsigned bytes are e4m3. Every 128 columns of a row of these may have a scale of their own: `scale_stride` is the stride
+between the scales of a row, or None where a row has one. MARLIN: whether every 16 codes are in the order of Marlin's
+words, as `w4a8.device.wide` needs them.
 """
 
 from __future__ import annotations
@@ -77,7 +78,6 @@ def route_quantised(
     at = tl.arange(0, PAIRS)
     if DEPENDENT:
         gdc_wait()  # before anything else, because the next product may read `ids` before it waits
-    if DEPENDENT:
         gdc_launch_dependents()
     group = tl.program_id(0)
     if not DIRECT:
@@ -123,7 +123,6 @@ def quantise_tokens(
     code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
     if DEPENDENT:
         gdc_wait()
-    if DEPENDENT:
         gdc_launch_dependents()
     # All rows are loaded first, because a load after a store would wait for it.
     choice = tl.arange(0, CHOICES)
@@ -156,7 +155,6 @@ def requantise(
     rows = _rows_in_use(tiles, num_tiles, pairs, DIRECT)  # the preceding product has waited for the sorting kernels
     if DEPENDENT:
         gdc_wait()
-    if DEPENDENT:
         gdc_launch_dependents()
     policy: tl.constexpr = EVICT_LAST if ROWS == 1 else NO_POLICY  # many kept rows would evict the weights
     for i in tl.static_range(ROWS):
@@ -187,7 +185,6 @@ def activate_quantised(
     inside = column < size
     if DEPENDENT:
         gdc_wait()
-    if DEPENDENT:
         gdc_launch_dependents()
     if row >= _rows_in_use(tiles, num_tiles, rows, DIRECT):
         return

@@ -199,10 +199,10 @@ def _terms(of, expert, column, columns, w_rows, up_row, row_step, GATED: gl.cons
     """Load scales or biases of 64 weight rows from `column` on, and of the other half's rows, in float32."""
     n = column + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     at = expert.to(gl.int64) * w_rows + n * row_step
-    beside: gl.constexpr = 0 if GATED else 128
-    one = gl.load(of + at, mask=n < columns, other=0.0).to(gl.float32)
-    two = gl.load(of + (at + up_row), mask=n + beside < columns, other=0.0).to(gl.float32)
-    return one, two
+    further: gl.constexpr = 0 if GATED else 128  # without a gate the other half holds further columns
+    first = gl.load(of + at, mask=n < columns, other=0.0).to(gl.float32)
+    second = gl.load(of + (at + up_row), mask=n + further < columns, other=0.0).to(gl.float32)
+    return first, second
 
 
 @gluon.jit

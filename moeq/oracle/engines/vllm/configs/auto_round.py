@@ -91,6 +91,7 @@ def _group(question: ConfigQuestion, value: Any) -> int | tuple[int, int]:
 
 
 def _backend(config: Config) -> Any:
+    """Return the backend that a config asks for, as the engine's checks read it."""
     return config.get("backend", config.get("vllm_backend", "auto"))
 
 
@@ -208,12 +209,12 @@ def _one_size(group: int | tuple[int, int]) -> int:
     return group
 
 
-def _integer_linear(question: ConfigQuestion, weights: _Weights, group: int, packing: str) -> Method:
+def _integer_linear(question: ConfigQuestion, weights: _Weights, group: int, names: str) -> Method:
     """Return the method of integer weights outside experts, where nothing takes weights that Marlin refuses."""
     bits, sym, gpu = weights.bits, weights.sym, question.probe.gpu
     if question.platform == "cuda" and bits not in (4, 8) and question.policy.since("0.30.0"):
         return humming_method(question.probe, bits, group, sym)
-    if "gptq" not in packing:
+    if "gptq" not in names:
         check_awq_bits(bits)
         return auto_awq(group, not sym)
     backend = _backend(question.config)
@@ -226,14 +227,14 @@ def _integer_linear(question: ConfigQuestion, weights: _Weights, group: int, pac
     return auto_gptq(bits, group)
 
 
-def _integer_experts(question: ConfigQuestion, weights: _Weights, group: int, packing: str) -> Method:
-    """Return the method of integer experts; `packing` joins packing format and backend, as either may name GPTQ."""
+def _integer_experts(question: ConfigQuestion, weights: _Weights, group: int, names: str) -> Method:
+    """Return the method of integer experts; `names` are packing format and backend, either of which may name GPTQ."""
     policy, bits, sym = question.policy, weights.bits, weights.sym
     if question.platform == "cuda" and bits not in (4, 8) and policy.since("0.30.0"):
         return humming_method(question.probe, bits, group, sym)
     if question.platform == "cpu" or (question.platform == "xpu" and not policy.since("0.27.0")):
         return unquantized()
-    awq = "gptq" not in packing
+    awq = "gptq" not in names
     # This integration tests the shape without letting Marlin pad it.
     fails = marlin_fails(question, group, tile_padding=False)
     if not policy.since("0.27.0"):  # older versions test the device and the zero points, too
