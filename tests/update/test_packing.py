@@ -176,3 +176,13 @@ def test_digests_that_kernels_read_are_those_of_the_cpu(scheme: Scheme) -> None:
     known = {(0, "down")}
     found = read_digests(layer, known, gather=True)
     assert found == {key: value for key, value in wanted.items() if key not in known}
+
+
+@pytest.mark.parametrize(("layout", "gather"), [("triton-wna16/1", None), ("marlin-wna16-fp8act/1", True)])
+def test_digests_without_a_kernel(layout: str, gather: bool | None, scheme: Scheme, monkeypatch) -> None:
+    """On a CPU none runs unasked, and none reads a layout that is more than an index map."""
+    layer = filled(made(layout, scheme))
+    wanted = read_digests(layer, (), gather=False)
+    monkeypatch.setattr("moeq_kernels.blake3.digests", None)
+    assert read_digests(layer, (), gather=gather) == wanted
+    assert len(wanted) == 6
