@@ -153,13 +153,12 @@ def _written_rank(entry: LayerEntry, rank: Rank) -> RankPart:
 
 def _wrong_size(entry: LayerEntry, rank: Rank) -> MoeqError:
     axis, written = entry.sharding.axis or "tp", len(entry.ranks)
-    asked = rank.ep_size if axis == "ep" and rank.ep_size > 1 else rank.tp_size
-    wanted = f"--ep {rank.ep_size}" if rank.ep_size > 1 and rank.tp_size == 1 else f"--tp {rank.tp_size}"
+    name, asked = ("ep", rank.ep_size) if rank.ep_size > 1 and rank.tp_size == 1 else ("tp", rank.tp_size)
     return MoeqError(
         f"usage.{axis}",
         f"layer {entry.layer} is written rank by rank for {axis} {written}, and {rank.title} was asked for "
         f"({entry.sharding.why})",
-        f"run it with {axis} {written}, or convert it for {asked}: moeq convert SRC DST {wanted}",
+        f"run it with {axis} {written}, or convert it for {asked}: moeq convert SRC DST --{name} {asked}",
     )
 
 

@@ -114,6 +114,9 @@ def test_digests_alone_need_no_kernels(converted, checkpoints) -> None:
     report = run_check(converted[INT4], checkpoints / INT4, options=CheckOptions(kernels=False))
     assert report.ok
     assert (report.digests_checked, report.layers) == (24, ())
+    assert (report.destination, report.source) == (str(converted[INT4]), str(checkpoints / INT4))
+    assert (report.device, report.dtype, report.seed) == ("no kernels were run", "bf16", 0)
+    assert (report.layers_in_checkpoint, report.derivation, report.notes) == (2, (), ())
     for layers, count in (((1,), 12), ((), 0)):
         options = CheckOptions(kernels=False, digest_layers=layers)
         assert run_check(converted[INT4], checkpoints / INT4, options=options).digests_checked == count

@@ -121,6 +121,25 @@ def test_what_a_rank_reads(entries) -> None:
     assert caught.value.message.startswith("layer 0 holds one packing for all ranks, which cannot be cut for tp 4: ")
 
 
+@pytest.mark.parametrize(
+    ("axis", "rank", "asked", "wanted"),
+    [
+        ("ep", Rank(ep_size=3), "ep rank 0 of 3", "3: moeq convert SRC DST --ep 3"),
+        ("ep", Rank(), "the only rank", "1: moeq convert SRC DST --tp 1"),
+        ("ep", Rank(1, 2, 0, 2), "tp rank 1 of 2, ep rank 0 of 2", "2: moeq convert SRC DST --tp 2"),
+        ("tp", Rank(0, 4), "tp rank 0 of 4", "4: moeq convert SRC DST --tp 4"),
+        ("tp", Rank(ep_rank=1, ep_size=2), "ep rank 1 of 2", "2: moeq convert SRC DST --ep 2"),
+        ("tp", Rank(ep_rank=1, ep_size=3), "ep rank 1 of 3", "3: moeq convert SRC DST --ep 3"),
+    ],
+)
+def test_a_layer_that_is_written_for_other_ranks(axis, rank: Rank, asked: str, wanted: str, entries) -> None:
+    sharding = replace(entries["ranks"].sharding, axis=axis)
+    entry = replace(entries["ranks"], sharding=sharding)
+    text = f"layer 0 is written rank by rank for {axis} 2, and {asked} was asked for ({sharding.why})"
+    with refuses(f"usage.{axis}", text, f"run it with {axis} 2, or convert it for {wanted}"):
+        plan_rank(entry, rank)
+
+
 @pytest.mark.parametrize("expert", [-1, None, 1 << 40])
 def test_experts_that_the_layer_has_not_are_refused(entries, expert: int | None) -> None:
     count = entries["once"].num_experts
