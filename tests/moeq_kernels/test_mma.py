@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,3 +178,18 @@ def test_it_is_as_accurate_as_bf16(name: str, tokens: int) -> None:
     truth = moe(routed.x, layer, routed.weights, routed.ids)
     plain = compare(packed, layer, routed).plain_error
     assert relative_error(y, truth) <= 1.2 * plain
+
+
+@pytest.mark.parametrize(
+    ("gpu", "preferred"),
+    [("A100", True), ("A10", True), ("L4", True), ("RTX-5090", True), ("B200", True), ("H100", False), ("H200", False),
+     ("MI300X", False)],
+)  # fmt: skip
+def test_they_are_preferred_on_gpus_without_kernels_of_their_own(gpu: str, preferred: bool) -> None:
+    problem: Any = SimpleNamespace(interpret=False, gpu=GPUS[gpu])
+    assert mma.is_preferred(problem) is preferred
+    problem.gpu = replace(GPUS["A100"], capability=(7, 5))
+    assert not mma.is_preferred(problem)
+    assert next(mma.reasons(problem)) == "A100 is not an NVIDIA GPU from sm_80 on"
+    problem.interpret, problem.gpu = True, GPUS["A100"]
+    assert not mma.is_preferred(problem)
