@@ -26,15 +26,15 @@ def same_layer(a: Checkpoint, b: Checkpoint, layer: int) -> bool:
     if (a.kind, a.source.config, a.source.side_configs) != (b.kind, b.source.config, b.source.side_configs):
         return False
     if isinstance(a, ConvertedCheckpoint) and isinstance(b, ConvertedCheckpoint):
-        packed = a.is_packed(layer), b.is_packed(layer)
-        if packed[0] != packed[1]:
+        is_packed = a.is_packed(layer)
+        if is_packed != b.is_packed(layer):
             return False
-        if packed[0]:
+        if is_packed:
             ours, theirs = a.manifest.layer(layer), b.manifest.layer(layer)
             same = replace(ours, digests={}, losses=0) == replace(theirs, digests={}, losses=0)
             return same and equal_bytes(a.source, b.source, ours.tensors)
-    names = [{entry.name for entry in one.experts(layer).layer.tensors()} for one in (a, b)]
-    return names[0] == names[1] and equal_bytes(a.source, b.source, names[0])
+    names, others = ({entry.name for entry in one.experts(layer).layer.tensors()} for one in (a, b))
+    return names == others and equal_bytes(a.source, b.source, names)
 
 
 def equal_bytes(a: Source, b: Source, names: Collection[str]) -> bool:

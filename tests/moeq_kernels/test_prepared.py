@@ -235,6 +235,18 @@ def test_the_layer_says_which_kernels_run_and_why() -> None:
     )
 
 
+def test_the_interpreter_and_how_activations_are_multiplied_are_said(device: torch.device) -> None:
+    fp8 = meta_experts(8, 256, 256, "fp8-block-identity/1", "e4m3", 128)
+    for gpu, said in (("H200", "bfloat16 as e4m3, H200"), ("L4", "bfloat16 as e4m3, L4"),
+                      ("A100", "bfloat16 as e4m3 (multiplied in bfloat16), A100")):  # fmt: skip
+        layer = prepare(fp8, top_k=2, max_tokens=8, gpu=gpu, activation_dtype="fp8", portable=True)
+        assert f"groups of 128, {said}: portable kernels, because portable kernels were asked for" in str(layer)
+    if device.type == "cpu":
+        packed, _ = make_layer(Recipe(group_size=-1), device)
+        told = str(prepare(packed, top_k=2, max_tokens=8))
+        assert "one scale a channel, bfloat16, Triton's interpreter: portable kernels, because " in told
+
+
 #: Layouts whose groups of 16 only the portable kernels read.
 WITHOUT_16 = ("marlin-wna16/1",)
 

@@ -6,6 +6,8 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from checkpoint.builder import Stored, experts, router, write
@@ -96,3 +98,20 @@ def test_another_config_may_mean_other_values(checkpoints: Path, tmp_path: Path)
     (copy / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     assert same_layer(moeq.open(checkpoints / NAMES[0]), moeq.open(copy), 0) is False
     assert diff(checkpoints / NAMES[0], copy).equal  # the numbers are compared, and are the same
+
+
+def test_a_tensor_more_is_another_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[set[str]] = []
+    monkeypatch.setattr(diff_bytes, "equal_bytes", lambda a, b, names: compared.append(names) or True)
+
+    def checkpoint(*names: str) -> Any:
+        entries = [SimpleNamespace(name=name) for name in names]
+        layer = SimpleNamespace(tensors=lambda: entries)
+        source = SimpleNamespace(config={}, side_configs={})
+        return SimpleNamespace(kind="source", source=source, experts=lambda number: SimpleNamespace(layer=layer))
+
+    assert same_layer(checkpoint("a", "b"), checkpoint("b", "a"), 0)
+    assert compared == [{"a", "b"}]
+    assert not same_layer(checkpoint("a", "b"), checkpoint("a", "b", "c"), 0)
+    assert not same_layer(checkpoint("a", "b", "c"), checkpoint("a", "b"), 0)
+    assert len(compared) == 1
