@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from moeq.pipeline.convert import convert
 from moeq.pipeline.plan.side_files import CARD, CARD_MARK, SOURCE_CARD
 from moeq.pipeline.plan.units import CHUNK_BYTES
 from moeq.prove.derived import plan_of
-from moeq.prove.findings import FolderContents, piece_bytes
+from moeq.prove.findings import Findings, FolderContents, piece_bytes
 
 NAME = "model.embed_tokens.weight"
 SIZE = CHUNK_BYTES + 100
@@ -129,3 +130,43 @@ def test_deployments_that_cannot_be(deployment: dict[str, int], sizes: str, conv
     layers = (replace(converted.manifest.layers[0], layer=9),)
     with refuses("source.other-layers", "the source has no experts in layer 9"):
         plan_of(source, replace(converted.manifest, layers=layers))
+
+
+class Names(Findings):
+    """The checks of names alone."""
+
+    def check(self, *, slow: bool) -> None:
+        self.check_names()
+
+
+def test_files_behind_links_and_tensors_in_two_files_are_found(converted: ConvertedCheckpoint, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("{}")
+    folder = Path(shutil.copytree(Path(converted.source.name), tmp_path / "out"))
+    (folder / "inner").mkdir()
+    (folder / "notes.txt").symlink_to(outside)
+    checkpoint = moeq.open(folder)
+    assert isinstance(checkpoint, ConvertedCheckpoint)
+    steps: list[tuple[int, int, str]] = []
+    found = Names(checkpoint, 1, lambda *step: steps.append(step))
+    assert "notes.txt" in found.contents.names
+    found.check(slow=False)
+    (row,) = found.found
+    assert (row.kind, row.name) == ("file", "notes.txt")
+    assert "notes.txt" in row.text
+    (home, *_) = sorted(found.contents.headers)
+    twice, lost = sorted(found.contents.headers[home])[:2]
+    found.contents.headers["another.safetensors"] = {twice: found.contents.headers[home][twice]}
+    checkpoint.source.tensors = {name: one for name, one in checkpoint.source.tensors.items() if name != lost}
+    found.found.clear()
+    found.check(slow=False)
+    assert [(row.kind, row.name, row.text) for row in found.found[1:]] == [
+        ("tensor", lost, f"tensor {lost} of {home} is not the one that the index names"),
+        ("tensor", twice, f"tensor {twice} of another.safetensors is not the one that the index names"),
+    ]
+    found.add_unexpected(["b", "a"], "nobody knows it")
+    assert [row.text for row in found.found[3:]] == [f"{name} does not belong here: nobody knows it" for name in "ab"]
+    found.total = 2
+    for _ in range(3):
+        found.advance("x")
+    assert steps == [(1, 2, "x"), (2, 2, "x"), (2, 2, "x")]
