@@ -143,13 +143,13 @@ def slicing_obstacle(specs: Specs, layout: Layout, parts: list[Range]) -> str | 
         padded = plan_padding(layout, shard["w13"], shard["w2"])
         if padded.w2.k != part.size:
             return f"{part.size} intermediate features per rank are padded to {padded.w2.k}"
-        obstacle = _illegal(layout, {"w13": whole.w13, "w2": whole.w2}, part)
+        obstacle = _slicing_problem(layout, {"w13": whole.w13, "w2": whole.w2}, part)
         if obstacle is not None:
             return obstacle
     return None
 
 
-def _illegal(layout: Layout, padded: Specs, part: Range) -> str | None:
+def _slicing_problem(layout: Layout, padded: Specs, part: Range) -> str | None:
     for role, axis in (("w13", "N"), ("w2", "K")):
         rule = layout.slices(padded[role])  # type: ignore[index]
         unit = rule.n if axis == "N" else rule.k

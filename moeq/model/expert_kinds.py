@@ -32,6 +32,7 @@ _ORDER: tuple[StoredName, ...] = ("gate", "up", "gate_up", "down")
 #: Reason why fused gate/up tensors of an unknown family are not split.
 UNKNOWN_ORDER = "gate and up are one tensor, and nothing says whether their rows are two halves or alternate"
 
+#: Tensors of one expert, by projection and part.
 Unit = Mapping[StoredName, Mapping[str, TensorEntry]]
 
 

@@ -225,11 +225,11 @@ def _described(found: Survey, declaration: Declaration | None) -> dict[tuple[Rec
             modules.setdefault((projected, name), module)
     for other in found.modules:
         modules.setdefault((other.projected, ""), other.written)
-    return {kind: _reader(kind[0], module, declaration) for kind, module in modules.items()}
+    return {kind: _as_read(kind[0], module, declaration) for kind, module in modules.items()}
 
 
-def _reader(projected: RecodedProjection, module: str, declaration: Declaration | None) -> Described:
-    """Describe a written projection from its headers and the written config, as if opening the result.
+def _as_read(projected: RecodedProjection, module: str, declaration: Declaration | None) -> Described:
+    """Describe a written projection as a reader of its headers and of the written config does.
 
     Raises MoeqError `bug.config` if this description is not that of the plan.
     """
@@ -306,7 +306,7 @@ def _layer_tensors(layer: LayerSurvey) -> Iterator[tuple[str, tuple[tuple[int, .
     for expert, projections in layer.kinds.items():
         for projection, projected in projections.items():
             for part, signature in projected.signatures.items():
-                # The tensor of a stack has one more dimension in front, for the experts.
+                # A stack has a dimension in front for the experts; a part that lists its sizes has one more number.
                 shape = signature.shape
                 if naming.stacked:
                     shape = (len(layer.kinds), *shape) if naming.is_row(part) else (shape[0] + 1,)
@@ -356,12 +356,12 @@ def _module_units(plan: TranscodePlan, modules: Iterator[ModuleSurvey], file: Fi
     while left:
         module = next(modules)
         signatures = module.projected.signatures
-        count = sum(tensor_bytes(signature.shape, signature.dtype) for signature in signatures.values())
-        if group and size + count > _UNIT_BYTES:
+        nbytes = sum(tensor_bytes(signature.shape, signature.dtype) for signature in signatures.values())
+        if group and size + nbytes > _UNIT_BYTES:
             yield _modules_unit(plan, file, group)
             group, size = [], 0
         group.append(module)
-        size += count
+        size += nbytes
         left -= len(signatures)
     if group:
         yield _modules_unit(plan, file, group)
@@ -374,7 +374,7 @@ def _modules_unit(plan: TranscodePlan, file: FilePlan, modules: Sequence[ModuleS
 
 
 def _module_items(module: ModuleSurvey) -> Iterator[ModuleItem]:
-    """Yield a module as one item; one of GGUF blocks that become floats in runs of rows that fit in memory."""
+    """Yield a module as one item, or in runs of rows that fit in memory where GGUF blocks become floats."""
     spec, name = module.projected.spec, module.source.name
     rows = max(1, _ITEM_NUMBERS // spec.k)
     if module.source.described.scheme.format != "gguf" or module.projected.spelling != "plain" or spec.n <= rows:

@@ -186,7 +186,7 @@ def test_a_converted_folder_is_reloaded(running, folders, by_engine, monkeypatch
         compared.append(name)
         return equals_stored(source, name, tensor)
 
-    monkeypatch.setattr("moeq.engines.reload.holds", compare)
+    monkeypatch.setattr("moeq.engines.reload.equals_stored", compare)
     engine.reload_folder(folders[name], by_engine=by_engine)
     assert bool(compared) != by_engine, "what the engine itself reads from the folder is not read twice"
     for layer in (0, 1):

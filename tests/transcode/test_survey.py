@@ -14,7 +14,7 @@ from moeq.matrix import MatrixSpec
 from moeq.schemes.registry import read_dialect
 from moeq.transcode.survey import TranscodeRequest, _check_regroup, _whole_groups
 from moeq.transcode.transcode import open_transcode
-from moeq.transcode.transcode_plan import _reader
+from moeq.transcode.transcode_plan import _as_read
 
 WHERE = "model.layers.0.mlp.experts"
 
@@ -123,12 +123,12 @@ def test_a_config_that_would_be_misread_is_a_bug(checkpoints: Path) -> None:
     declaration = read_dialect("compressed-tensors", plan.config, "written config")
     (projected, _), described = next(iter(plan.described.items()))
     module = f"{WHERE}.0.gate_proj"
-    assert _reader(projected, module, declaration) == described
+    assert _as_read(projected, module, declaration) == described
     for wrong, declared in (
         (projected, replace(declaration, resolve=lambda module: None)),
         (replace(projected, spelling="gptq"), None),
     ):
         with pytest.raises(MoeqError, match="the config to be written does not describe it as") as caught:
-            _reader(wrong, module, declared)
+            _as_read(wrong, module, declared)
         assert caught.value.code == "bug.config"
         assert str(wrong.spec) in caught.value.message

@@ -309,6 +309,7 @@ def _mixed(question: ConfigQuestion, table: Mapping[str, Config]) -> Method:
 
 
 def _mixed_row(table: Mapping[str, Config], prefix: str) -> Config:
+    """Return the row for a module, which may be under either of two paths of the language model; empty without one."""
     stems = ("language_model.model.", "model.language_model.")
     respelled = (new + prefix.removeprefix(old) for old, new in (stems, stems[::-1]) if prefix.startswith(old))
     names = [prefix, *respelled]

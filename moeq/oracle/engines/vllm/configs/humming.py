@@ -145,14 +145,14 @@ def _is_skipped(config: Config, prefix: str) -> bool:
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def _missing(layer: Config, *names: str) -> None:
+def _require_keys(layer: Config, *names: str) -> None:
     absent = [name for name in names if name not in layer]
     if absent:
         text = f"Humming needs {' and '.join(absent)} in the quantisation config"
         refuse(text, f"drop {option('quantization')}", error="TypeError")
 
 
-def _assert(holds: bool, text: str) -> None:
+def _require(holds: bool, text: str) -> None:
     if not holds:
         refuse(f"Humming: {text}", f"drop {option('quantization')}", error="AssertionError")
 
@@ -171,23 +171,23 @@ def _integers(question: ConfigQuestion, bits: int, group: int, symmetric: bool) 
 
 
 def _gptq(question: ConfigQuestion, layer: Config) -> HummingWeights:
-    _missing(layer, "bits", "group_size")
-    _assert(not (layer.get("desc_act") and question.policy.since("0.31.0")), "desc_act is not supported")
+    _require_keys(layer, "bits", "group_size")
+    _require(not (layer.get("desc_act") and question.policy.since("0.31.0")), "desc_act is not supported")
     return _integers(question, integer(layer, "bits"), integer(layer, "group_size"), bool(layer.get("sym", True)))
 
 
 def _awq(question: ConfigQuestion, layer: Config) -> HummingWeights:
-    _missing(layer, "bits", "group_size")
+    _require_keys(layer, "bits", "group_size")
     symmetric = not layer.get("zero_point", True)
     return _integers(question, integer(layer, "bits"), integer(layer, "group_size"), symmetric)
 
 
 def _auto_round(question: ConfigQuestion, layer: Config) -> HummingWeights:
-    _missing(layer, "bits", "group_size")
+    _require_keys(layer, "bits", "group_size")
     packing = str(layer.get("packing_format", "auto_round:auto_gptq"))
     floats = any(word in packing for word in ("fp8", "nvfp", "mxfp", "nv_fp", "mx_fp"))
-    _assert(layer.get("data_type", "int") == "int" and not floats, "AutoRound's float formats are not supported")
-    _assert(
+    _require(layer.get("data_type", "int") == "int" and not floats, "AutoRound's float formats are not supported")
+    _require(
         "act_bits" not in layer or integer(layer, "act_bits") >= 16,
         "AutoRound with quantised activations is not supported",
     )
@@ -221,7 +221,7 @@ def _modelopt(question: ConfigQuestion, layer: Config) -> HummingWeights:
 
 def _quark(question: ConfigQuestion, layer: Config) -> NoReturn:
     if question.policy.since("0.31.0"):
-        _missing(layer, "dtype")
+        _require_keys(layer, "dtype")
     refuse("Humming's reader of Quark is not followed here", f"drop {option('quantization')}")
 
 
@@ -230,22 +230,22 @@ _CT_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", *_PACKED)
 
 
 def _compressed_tensors(question: ConfigQuestion, layer: Config) -> HummingWeights:
-    _missing(layer, "type", "num_bits", "strategy")
-    form, strategy, bits = str(layer["format"]), str(layer["strategy"]), integer(layer, "num_bits")
-    _assert(form in _CT_FORMATS, f"format {form} is not one of {', '.join(_CT_FORMATS)}")
-    _assert(layer.get("actorder") in (None, "weight", "static"), "actorder is not supported")
+    _require_keys(layer, "type", "num_bits", "strategy")
+    format_, strategy, bits = str(layer["format"]), str(layer["strategy"]), integer(layer, "num_bits")
+    _require(format_ in _CT_FORMATS, f"format {format_} is not one of {', '.join(_CT_FORMATS)}")
+    _require(layer.get("actorder") in (None, "weight", "static"), "actorder is not supported")
     grouped = strategy in ("group", "tensor_group")
     group = integer(layer, "group_size") if grouped else 0
-    if form == "mxfp4-pack-quantized":
+    if format_ == "mxfp4-pack-quantized":
         return HummingWeights("fp4", 4, group, "kMxfp4Static" if group == 32 else _NO_KEY, powers=True)
-    if form == "nvfp4-pack-quantized":
+    if format_ == "nvfp4-pack-quantized":
         return HummingWeights("fp4", 4, group, "kNvfp4Static" if group == 16 else _NO_KEY)
     newer, symmetric = question.policy.since("0.31.0"), bool(layer.get("symmetric", True))
     listed = question.policy.since("0.30.0")  # whether classes list integers in groups and per channel
-    if form == "pack-quantized":
-        _assert(layer["type"] == "int" or not newer, "pack-quantized weights have to be integers")
+    if format_ == "pack-quantized":
+        _require(layer["type"] == "int" or not newer, "pack-quantized weights have to be integers")
     else:
-        _assert(bits == 8, f"{form} with {bits} bits")
+        _require(bits == 8, f"{format_} with {bits} bits")
         if layer["type"] != "int":
             return _ct_fp8(layer, strategy, newer)
     if not listed or (strategy == "tensor" and newer):
@@ -290,7 +290,7 @@ def _inputs(question: ConfigQuestion, declared: str) -> HummingInputs | None:
         return None
     if declared == "modelopt":
         return HummingInputs("fp4", 16, not layer.get("dynamic", False))
-    _missing(layer, "type", "num_bits", "dynamic", *(() if question.policy.since("0.31.0") else ("group_size",)))
+    _require_keys(layer, "type", "num_bits", "dynamic", *(() if question.policy.since("0.31.0") else ("group_size",)))
     if not layer.get("symmetric", True):
         refuse("Humming takes symmetric activations only", f"drop {option('quantization')}")
     kind = {("float", 8): "fp8", ("float", 4): "fp4", ("int", 8): "int8", ("int", 4): "int4"}.get(
@@ -370,7 +370,7 @@ def _fits(inputs: HummingInputs, weights: HummingWeights, sm: int) -> bool:
     if bits == 8 and (0 < weights.group < 32 or 0 < inputs.group < 32):
         return False
     if inputs.group and weights.group and inputs.group != weights.group:
-        hopper = sm == 90 and kind == "fp8" and inputs.group == 128
-        if not weights.is_mxfp4 or sm >= 120 or (bits == 8 and not hopper):
+        on_hopper = sm == 90 and kind == "fp8" and inputs.group == 128
+        if not weights.is_mxfp4 or sm >= 120 or (bits == 8 and not on_hopper):
             return False
     return fits
