@@ -104,6 +104,25 @@ def test_products_are_emulated_as_kernels_compute_them() -> None:
         found = check().emulate("up", x, linear, kind)
         assert [one.title for one in found] == [one.title for one in wanted]
         assert all(torch.equal(one.value, other.value) for one, other in zip(found, wanted, strict=True))
+    kinds = {}
+    for layout, element, asked in (
+        ("int8-w8a8/1", "int8", ""),
+        ("marlin-fp8/1", "e4m3", "fp8"),
+        ("marlin-wna16/1", "int4", ""),
+    ):
+        spec = SimpleNamespace(element=element, group_size=16)
+        entry = SimpleNamespace(layout=layout, matrices={"w13": SimpleNamespace(spec=spec)})
+        own = check(entry=entry, activation_dtype=asked)  # without a kind: the kernels' own
+        kinds[layout] = [one.title for one in own.emulate("up", x, linear)]
+        assert kinds[layout] == [one.title for one in own.emulate("up", x, linear, own.activations("up"))]
+        assert [one.title for one in own.emulate("up", x, linear, "")] == [
+            "weights rounded to bfloat16", "weights not rounded",
+        ]  # fmt: skip
+    assert kinds == {
+        "int8-w8a8/1": ["int8 activations, exact integer sums"],
+        "marlin-fp8/1": ["e4m3 activations"],
+        "marlin-wna16/1": ["weights rounded to bfloat16", "weights not rounded"],
+    }
     assert torch.equal(emulated_input(x, "", 16), x)
     codes, scale = quantize_rows(x)
     assert torch.equal(emulated_input(x, "int8", 16), codes * scale)
