@@ -143,7 +143,8 @@ class Gather:
         if any(is_float(tensors) for tensors in given.values()):
             return None
         known = get_format(layer.scheme.format)
-        roles, signed = known.parts, known.fast_view is not None and known.fast_view.signed
+        roles, view = known.parts, known.fast_view_of(layer.scheme)
+        assert view is not None  # `_stored_parts` is empty without one
         found: dict[str, list[Tensor]] = {"codes": [], "scale": []}
         for name in sorted(given):  # gate rows come before up rows
             spec = self._specs[name]
@@ -165,7 +166,10 @@ class Gather:
         if scales.is_floating_point():
             scales = scales.to(targets[parts["scales"][0]].dtype)  # float32 holds every 16-bit scale
         sources = {
-            "codes": (codes.flatten(1), Packing(8 * codes.itemsize // layer.scheme.bits, sign=0x80 if signed else 0)),
+            "codes": (
+                codes.flatten(1),
+                Packing(8 * codes.itemsize // layer.scheme.bits, sign=0x80 if view.signed else 0),
+            ),
             "scales": (scales.reshape(scale_shape), UNPACKED),
         }
         writes = []

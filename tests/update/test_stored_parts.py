@@ -50,3 +50,25 @@ def test_exponents_that_a_layout_holds(layout: str, checkpoints) -> None:
         assert gather._scales_fit(scales) == (largest == most)
     for number, holds in ((3.0, True), (float("inf"), False), (float("nan"), False)):
         assert gather._scales_fit(torch.tensor([[1.0, number]])) == holds
+
+
+@pytest.mark.parametrize(("name", "layout", "bits", "sign"), [
+    ("ct-w8a8-qwen3moe", "int8-w8a8/1", 8, 0x80),
+    ("ct-int4-g128-qwen3moe", "marlin-wna16/1", 4, 0),
+])  # fmt: skip
+def test_stored_codes_keep_their_sign(name: str, layout: str, bits: int, sign: int, checkpoints) -> None:
+    """int8 is stored with its sign, and int4 in words of eight codes without one."""
+    scheme = moeq.open(checkpoints / name).scheme_of(0)
+    w13, w2 = (replace(one, element=f"int{bits}", group_size=128 if bits == 4 else one.k, scale_dtype="bf16")
+               for one in (W13, W2))  # fmt: skip
+    gather = Gather(made(layout, scheme, w13, w2), "w2")
+    codes = torch.ones(256, 128, dtype=torch.int8) if bits == 8 else torch.ones(256, 16, dtype=torch.int32)
+    parts = {"weight" if bits == 8 else "weight_packed": codes}
+    parts["weight_scale"] = torch.ones(256, 1, dtype=torch.bfloat16)
+    if bits == 4:
+        parts["weight_shape"] = torch.tensor([256, 128])
+    found = gather.stored({"down": parts}, [1])
+    assert found is not None
+    packings = [write.packing for write in found]
+    assert [(one.per, one.sign) for one in packings] == [(8 * codes.itemsize // bits, sign), (1, 0)]
+    assert gather.stored({"down": torch.zeros(256, 128)}, [1]) is None, "floats are quantised"
