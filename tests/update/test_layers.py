@@ -134,7 +134,7 @@ def test_experts_that_are_quantised_and_written_together(scheme: Scheme) -> None
     """All rows of a rank make up one tall matrix where nothing is padded, shared, cut or out of order."""
 
     def together(layer: WritableLayer, role: Any = "w2") -> bool:
-        return Gather(layer, role).has_tall_layer
+        return Gather(layer, role).writes_all_experts_at_once
 
     layer, weight = made(LAYOUT, scheme), scheme.weight
 
