@@ -204,8 +204,7 @@ def _run_products(check: LayerCheck, packed: Sequence[PackedPart], inputs: Input
     actual: dict[Projection, Tensor] = {
         name: torch.cat([one[name] for one in first]) for name in check.widths if name != "down"
     }
-    hidden = check.combine(actual.get("gate"), actual["up"]).nan_to_num(0.0, 0.0, 0.0).to(check.dtype)
-    hidden = hidden.nan_to_num(0.0, 0.0, 0.0)
+    hidden = check.combine(actual.get("gate"), actual["up"]).to(check.dtype).nan_to_num(0.0, 0.0, 0.0)
     top_k = inputs.ids.shape[1]
     pairs = [slice(part.start * top_k, part.stop * top_k) for part in parts]
     down = [

@@ -45,6 +45,7 @@ def pass_16bit(
 ) -> Passage:
     """Compute one expert in 16-bit arithmetic: weights, hidden rows and down weights round once, independently."""
     unit = UNIT[dtype]
+    # `emulate_16bit` gives products with rounded weights first, and with weights that are not rounded last.
     exact, plain = ({name: ways[at].value for name, ways in first.items()} for at in (-1, 0))
     hidden = combine(exact.get("gate"), exact["up"])
     variance = (unit * hidden).square()

@@ -159,17 +159,17 @@ def join(
     values (from the first tensor, in this order), then gates (from the second).
     Raises MoeqError `source.inconsistent` if shapes, or shapes and config, do not fit.
     """
-    (rows, columns), (more, others) = (
+    (rows, columns), (more_rows, more_columns) = (
         tensor.shape if len(tensor.shape) == 2 else (0, -1) for tensor in (first, second)
     )
-    runs: tuple[tuple[int, int], ...] = ((0, rows), (1, more))  # number of the tensor, count of its rows
+    runs: tuple[tuple[int, int], ...] = ((0, rows), (1, more_rows))  # number of the tensor, count of its rows
     heads = 1  # groups of rows; each takes the next rows of every run
     if first.name.endswith("attn_qkv.weight"):
         named = (config.get(key) for key in ("linear_num_key_heads", "linear_key_head_dim"))
         heads, size = (number if type(number) is int else 0 for number in named)
-        runs = ((0, heads * size), (0, heads * size), (0, rows - 2 * heads * size), (1, more))
+        runs = ((0, heads * size), (0, heads * size), (0, rows - 2 * heads * size), (1, more_rows))
     counts = [count for _, count in runs]
-    if columns != others or min(columns, heads, *counts) <= 0 or any(count % heads for count in counts):
+    if columns != more_columns or min(columns, heads, *counts) <= 0 or any(count % heads for count in counts):
         detail = f"{where}: {first.name} {list(first.shape)} and {second.name} {list(second.shape)} do not fit together"
         raise MoeqError("source.inconsistent", detail)
     keeps_bytes = first.type == second.type
@@ -186,7 +186,7 @@ def join(
             starts[which] += count
         return _bytes(torch.cat(cut, dim=1))
 
-    shape = (rows + more, columns)
+    shape = (rows + more_rows, columns)
     if keeps_bytes:
         return GgufTensor(where, first.type, shape, 0, first.end - first.start + second.end - second.start), make
     return GgufTensor(where, "f32", shape, 0, 4 * prod(shape)), make
