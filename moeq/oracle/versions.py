@@ -80,7 +80,7 @@ def choose_engine(asked: str) -> EngineChoice:
         return EngineChoice(f"{name}@{same}", None, (*notes, f"{name} {version} decides as {same} does"))
     if version in known:
         return EngineChoice(f"{name}@{version}", None, notes)
-    older = [one for one in known if release(one) < release(version)]
+    older = [one for one in known if release(one) <= release(version)]
     newer = [one for one in known if release(one) > release(version)]
     if asked.partition("@")[2] and not older:
         hint = f"known: {', '.join(known)}"

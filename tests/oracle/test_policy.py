@@ -266,3 +266,28 @@ def test_a_refusal_names_a_change_that_works() -> None:
     assert judge(scheme("gptq"), SHAPE, where, explain=False).works is None
     asked = judge(scheme("gptq"), SHAPE, Deployment(parse_gpu("A100"), backend="triton"))
     assert (asked.ok, asked.works) == (False, "no --moe-backend")
+
+
+def test_versions_between_known_ones() -> None:
+    """The older one's tables decide, beside the newer one's; a build of a known release is that release."""
+    between = choose_engine("vllm@0.29.7")
+    assert (between.policy, between.other) == ("vllm@0.29.0", "vllm@0.30.0")
+    assert between.notes == ("vllm 0.29.7 is not known exactly: decided as 0.29.0, beside 0.30.0",)
+    newer = choose_engine("vllm@99.0")
+    assert (newer.policy, newer.other) == (f"vllm@{versions('vllm')[-1]}", None)
+    assert newer.notes[0].endswith("; nothing newer is known")
+    for build in ("0.30.0.post1", "0.30.0rc2"):
+        found = choose_engine(f"vllm@{build}")
+        assert (found.policy, found.other) == ("vllm@0.30.0", "vllm@0.31.0")
+    last = choose_engine(f"vllm@{versions('vllm')[-1]}.post1")
+    assert (last.policy, last.other) == (f"vllm@{versions('vllm')[-1]}", None)
+
+
+def test_the_other_versions_decision_is_told() -> None:
+    def notes(config: dict[str, Any], engine: str) -> tuple[str, ...]:
+        return judge_config(config, SHAPE, Deployment(parse_gpu("H100"), engine=engine), explain=False).notes
+
+    config = config_of(scheme("gptq", group=-1))
+    assert "vllm@0.33.0 decides the same" in notes(config, "vllm@0.32.5")
+    ordered = {**config_of(scheme("gptq")), "desc_act": True}
+    assert "vllm@0.30.0 decides otherwise: it refuses" in notes(ordered, "vllm@0.29.5")

@@ -10,7 +10,7 @@ import pytest
 
 import moeq
 from moeq.oracle.quantization_config import config_of
-from moeq.schemes.base import Scheme
+from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 CONFIGS = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -49,3 +49,12 @@ def test_every_declared_method_is_among_them() -> None:
         for name in NAMES
     }
     assert methods >= {"gptq", "compressed-tensors", "modelopt", "mxfp4"}
+
+
+@pytest.mark.parametrize(("dynamic", "asked"), [(True, "dynamic"), (False, "static")])
+def test_activations_of_fp8(dynamic: bool, asked: str) -> None:
+    scale = ScaleKey("f32", "tensor", (-1, -1), dynamic=dynamic)
+    weight = QuantKey("e4m3", "f8", ScaleKey("f32", "tensor", (-1, -1)))
+    found = config_of(Scheme(format="fp8", weight=weight, activation=QuantKey("e4m3", "f8", scale), quant_method="fp8"))
+    assert found == {"quant_method": "fp8", "activation_scheme": asked}
+    assert config_of(Scheme(format="fp8", weight=weight, quant_method="fp8"))["activation_scheme"] == "dynamic"
