@@ -10,9 +10,11 @@ from oracle.asking import POLICY, ask, candidate, ct, gptq, gpu
 from oracle.examples import SHAPE, scheme
 
 from moeq.layouts.readers import Only
-from moeq.oracle.engines.vllm.configs.question import ConfigRefusal, integer, required
+from moeq.oracle.engines.vllm.configs.question import ConfigQuestion, ConfigRefusal, integer, required
+from moeq.oracle.engines.vllm.linears import renamings
 from moeq.oracle.engines.vllm.outcome import resolve
 from moeq.oracle.engines.vllm.select import _holds as holds
+from moeq.oracle.engines.vllm.select import _search_form
 from moeq.oracle.engines.vllm.tables import patched
 from moeq.oracle.engines.vllm.unlocks import on_kind
 from moeq.oracle.judge import judge_config
@@ -58,6 +60,7 @@ def test_experts_without_a_gate_are_asked_for_by_an_activation_of_their_own(acti
         assert any(text.startswith("activation relu2 is not one of silu, ") for text in texts)
 
 
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 HELD = {
     "dtype": "bf16", "env": "A=1", "configs": ("x", "gptq"), "weights": ("kInt4Static", "y"), "activations": "none",
     "devices": ("rocm", "cuda 9.0"), "max_tp": 2, "activation": "silu",
@@ -126,3 +129,70 @@ def test_a_strategy_that_is_left_out(group: int | None, strategy: str) -> None:
 )
 def test_kernels_inside_the_method_of_old_versions(where: str, group: int, fields: Any, method: str) -> None:
     assert judge_config(ct(group), SHAPE, gpu(where, engine="vllm@0.26.0", **fields)).method == method
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"pcp": 2, "ep": 2}, "ep"),
+        ({"pcp": 2, "ep": 2, "lora": True}, "ep:allgather_reducescatter"),
+        ({"dp": 2, "ep": 2}, "ep:allgather_reducescatter"),
+        ({"dp": 2, "ep": 2, "lora": True}, "ep:allgather_reducescatter"),
+        ({"pcp": 2, "ep": 2, "all2all": "deepep_low_latency"}, "ep:deepep_low_latency"),
+        ({"tp": 2, "ep": 2}, "ep"),
+        ({"dp": 2}, "dp"),
+        ({"tp": 2}, "tp"),
+        ({"pcp": 2}, "tp"),
+        ({}, "single"),
+        ({"dp": 2, "ep": 2, "eplb": True}, "ep:allgather_reducescatter+eplb"),
+        ({"dp": 2, "ep": 2, "all2all": "nobody's"}, "ep:allgather_reducescatter"),
+    ],
+)
+def test_the_parallel_form_that_decides_the_order(fields: dict[str, Any], form: str) -> None:
+    """Context-parallel ranks count as data-parallel ones with LoRA alone."""
+    assert _search_form(resolve(POLICY, gptq(), SHAPE, gpu("H100", **fields)).case) == form
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "hidden", "fields", "cut"),
+    [
+        (FP8_BLOCKS, "B200", 2080, {"backend": "flashinfer_trtllm"}, True),
+        (FP8_BLOCKS, "B200", 2048, {"backend": "flashinfer_trtllm"}, False),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "B200", 2080, {"backend": "flashinfer_trtllm"}, False),
+        (FP8_BLOCKS, "H100", 2080, {"backend": "triton"}, False),
+    ],
+)
+def test_blocks_that_flashinfer_cuts(config: Any, name: str, hidden: int, fields: Any, cut: bool) -> None:
+    found = judge_config(config, replace(SHAPE, hidden_size=hidden), gpu(name, **fields), explain=False)
+    texts = [gate.text for gate in found.gates if not gate.passed]
+    said = f"conversion to FLASHINFER_TRTLLM: hidden size {hidden} is no multiple of 128, so FP8 blocks are cut"
+    assert found.chosen is not None or texts
+    assert (said in texts) is cut, texts
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "errors"),
+    [
+        (ct(128), {"tp": 16}, {"ValueError"}),
+        (gptq(), {"tp": 16, "quantization": "moe_wna16"}, {"AssertionError"}),
+        (gptq(group_size=32), {"tp": 32, "quantization": "moe_wna16"}, {"AssertionError"}),
+        (gptq(), {"tp": 8, "quantization": "moe_wna16"}, set()),
+    ],
+)
+def test_which_methods_halve_groups(config: Any, fields: dict[str, Any], errors: set[str]) -> None:
+    found = judge_config(config, SHAPE, gpu("A100", **fields), explain=False)
+    assert {gate.error for gate in found.gates if gate.code == "G7" and not gate.passed} == errors
+    assert errors or found.ok
+
+
+def test_prefixes_that_a_class_renames() -> None:
+    assert renamings("0.33.0", "Gemma4ForCausalLM") == {"model.language_model.": "model."}
+    assert renamings("0.33.0", "NobodysForCausalLM") is None
+    shape = replace(SHAPE, architecture="Gemma4ForCausalLM")
+    where, inner = gpu("H100"), "model.language_model.layers.0.moe.experts"
+    for prefix in (inner, "model.layers.0.moe.experts"):
+        question = ConfigQuestion({}, resolve(POLICY, gptq(), shape, where).case, prefix)
+        assert question.renamed(inner) == "model.layers.0.moe.experts"
+        assert question.renamed(f"x.{inner}") == f"x.{inner}"
+    plain = ConfigQuestion({}, resolve(POLICY, gptq(), SHAPE, where).case)
+    assert plain.renamed(inner) == inner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from importlib.resources import files
@@ -138,3 +139,78 @@ def test_an_order_that_was_measured_is_told_from_another() -> None:
 )
 def test_own_kernels_are_ahead_on_hopper_alone(where: str, asked: Scheme, layout: str, fastest: bool) -> None:
     assert is_fastest(asked, gpu(where), layout) is fastest
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (scheme("gptq"), "int4"), (scheme("gptq", group=64), None), (scheme("gptq", "int8"), None),
+        (scheme("gptq", act_order=True), None), (scheme("gptq", activation="int8"), None),
+        (scheme("ct", "e2m1", 32, scale="e8m0"), "mxfp4"), (scheme("ct", "e2m1", 32, scale="e4m3"), None),
+        (scheme("ct", "e2m1", 32, scale="e8m0", activation="e2m1"), None),
+        (scheme("ct", "int8", -1, activation="int8"), "w8a8"), (scheme("ct", "int8", -1), None),
+        (scheme("ct", "int8", 128, activation="int8"), None), (scheme("ct", "int4", -1, activation="int8"), None),
+        (scheme("ct", "int8", -1, activation="e4m3"), None),
+    ],
+)  # fmt: skip
+def test_formats_that_were_measured(asked: Scheme, expected: str | None) -> None:
+    assert ranking.measured_format(asked) == expected
+
+
+def test_numbers_of_a_ranking() -> None:
+    found = ranked(gpu("H100"))
+    table = ranking.tables()["H100", "int4"]
+    assert (found.compared, found.right, found.regret) == (table.compared, table.right, table.regret)
+    layer = ranking.Layer(128, 8, 2048, 768)
+    for row in found.ranks:
+        times = next(one for one in table.backends if one.backend == row.backend)
+        for tokens, us in row.microseconds.items():
+            assert us == round(ranking.estimate(times, table.rates, layer, tokens), 1)
+        assert (row.layers, row.cells) == (len(times.cells), sum(map(len, times.cells.values())))
+        assert (row.median, row.p90, row.versions) == (times.median, times.p90, times.versions)
+    for phase, tokens in (("decode", ranking.DECODE), ("prefill", ranking.PREFILL)):
+        first = found.fastest(phase)[0]
+        assert getattr(first, phase) == 1.0
+        for row in found.ranks:
+            ratios = [row.microseconds[one] / first.microseconds[one] for one in tokens]
+            mean = math.prod(ratios) ** (1 / len(ratios))
+            assert getattr(row, phase) == pytest.approx(mean, rel=0.02)
+            assert getattr(row, phase) == round(getattr(row, phase), 3)
+
+
+def test_bounds_of_a_call() -> None:
+    rates, layer = ranking.Rates(1e12, 4.0, 1e15, 2), ranking.Layer(8, 2, 1000, 100)
+    assert layer.hit(1) == pytest.approx(2.0)
+    assert layer.hit(2) == pytest.approx(8 * (1 - 0.75**2))
+    weights = layer.hit(4) * 3 * 1000 * 100 * 4 / 8
+    moved = weights + 4 * 4 * 1000 + 2 * 8 * 100
+    assert ranking.least_microseconds(rates, layer, 4) == pytest.approx(moved / 1e12 * 1e6)
+    slow = replace(rates, operations=1e9)
+    assert ranking.least_microseconds(slow, layer, 4) == pytest.approx(6 * 1000 * 100 * 8 / 1e9 * 1e6)
+
+
+@pytest.mark.parametrize("size", ["experts", "hidden", "intermediate"])
+def test_sizes_far_from_the_measured_layers(size: str) -> None:
+    known = sorted(getattr(one, size) for one in ranking.measured_layers().values())
+    near = ranking.Layer(128, 8, 2048, 768)
+    for value, far in (
+        (math.ceil(known[0] / 1.5), False), (math.ceil(known[0] / 1.5) - 1, True),
+        (int(known[-1] * 1.5), False), (int(known[-1] * 1.5) + 1, True),
+    ):  # fmt: skip
+        said = f"{size} {value} per rank is far from the measured layers ({known[0]} to {known[-1]})"
+        assert ranking._outside(replace(near, **{size: value})) == (said if far else "")
+
+
+def test_notes_and_other_reasons() -> None:
+    shape = replace(SHAPE, activation="gelu")
+    assert ranked(gpu("H100"), shape=shape).notes == ("measured with the activation silu, not gelu",)
+    asymmetric = scheme("compressed-tensors", symmetric=False)
+    found = ranking.rank(judge(asymmetric, SHAPE, gpu("H100")), asymmetric, None)
+    assert found.reason or found.notes == ("measured without zero points",)
+    assert ranked(gpu("H100")).notes == ()
+    both = ranked(gpu("H100", lora=True, eplb=True, tp=2, ep=2))
+    assert both.reason == "nothing was measured with lora and eplb and expert parallelism"
+    spread = ranked(gpu("H100", all2all="deepep_low_latency", tp=1, ep=2, dp=2))
+    assert spread.reason == "nothing was measured with expert parallelism and an all-to-all"
+    single = ranked(gpu("H100"), shape=replace(SHAPE, gated=False, activation="relu2_no_mul"))
+    assert single.reason == "only layers with gate and up were measured"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
-from moeq.schemes.torchao import _from_blocked, read_config
+from moeq.schemes.torchao import _blocked_shape, _from_blocked, read_config
 from moeq.transcode.transcode import transcode
 
 VECTORS = vectors("torchao")
@@ -211,3 +211,19 @@ def test_other_classes_are_refused(tmp_path: Path, kind: str) -> None:
     (use,) = open_checkpoint(write_torchao(tmp_path / "model", vector)).info.schemes
     assert use.refusal is not None
     assert "torchao" in use.refusal
+
+
+@pytest.mark.parametrize(
+    ("n", "groups", "shape"),
+    [
+        (1, 1, (32, 16)),
+        (128, 4, (32, 16)),
+        (129, 4, (64, 16)),
+        (128, 5, (32, 32)),
+        (256, 8, (64, 32)),
+        (130, 9, (64, 48)),
+    ],
+)
+def test_shapes_in_the_order_of_cublas(n: int, groups: int, shape: tuple[int, int]) -> None:
+    """Tiles of 128 rows and 4 groups, each as 32 rows of 16."""
+    assert _blocked_shape(n, groups) == shape

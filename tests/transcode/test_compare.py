@@ -117,3 +117,10 @@ def test_numbers_that_are_not_finite_have_no_part_in_the_norm(least: int, monkey
     found = compare("m", before, after, (1, 4))
     assert found is not None
     assert (found.numbers, found.relative, found.first) == (1, 0.5, (0, 3))
+
+
+def test_scales_are_compared_as_numbers() -> None:
+    spec = MatrixSpec("down", 1, 128, "int4", 16, "f32")
+    before = QuantizedMatrix(spec, torch.zeros(1, 128, dtype=torch.uint8), torch.zeros(1, 8))
+    assert same_codes(before, replace(before, scales=-torch.zeros(1, 8)))
+    assert not same_codes(before, replace(before, scales=torch.full((1, 8), torch.nan)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from itertools import pairwise
@@ -18,6 +19,7 @@ from moeq.errors import ExitCode, MoeqError
 from moeq.model import open as open_checkpoint
 from moeq.prove.diff import diff
 from moeq.schemes.dequantize import dequantize
+from moeq.transcode import transcode as transcode_module
 from moeq.transcode.transcode import REPORT_NAME, check, transcode
 from moeq.transcode.transcoder import Transcoder
 
@@ -428,3 +430,23 @@ def test_every_byte_of_every_file_is_written_by_one_unit(checkpoints: Path, tmp_
         assert spans[0][0] == len(file.form.header)
         assert spans[-1][1] == file.form.size
         assert all(one[1] == two[0] for one, two in pairwise(spans))
+
+
+def test_a_source_that_changes_before_the_end_is_told(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All weights are written, the index is about to be: the result would be of two sources."""
+    source = Path(shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "source"))
+    index_of = transcode_module.index_of
+
+    def changed(plan: Any) -> Any:
+        path = next(source.glob("*.safetensors"))
+        path.write_bytes(path.read_bytes())
+        os.utime(path, (1, 1))
+        return index_of(plan)
+
+    monkeypatch.setattr(transcode_module, "index_of", changed)
+    with pytest.raises(MoeqError) as caught:
+        transcode(source, tmp_path / "out", "compressed-tensors", workers=1)
+    assert caught.value.code == "source.changed"
+    assert not (tmp_path / "out").exists()
