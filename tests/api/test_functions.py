@@ -266,6 +266,13 @@ def test_two_checkpoints_are_compared(checkpoints: Path) -> None:
             {"sign": Path("k")},
         ),
         (
+            "run_check", "moeq.check.run_check.run_check", {"seed": 3, "device": "cpu", "kernels": False},
+            {
+                "options": CheckOptions(seed=3, device="cpu", kernels=False), "seed": None, "device": None,
+                "kernels": None,
+            },
+        ),
+        (
             "run_check", "moeq.check.run_check.run_check", {"revision": "r", "fp8_activations": True, "jobs": 2},
             {"options": CheckOptions(activation_dtype="fp8", jobs=2), "fp8_activations": None, "jobs": None},
         ),
