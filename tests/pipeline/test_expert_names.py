@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,18 @@ from safetensors.torch import load_file, save_file
 import moeq
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.names import LayerExperts, index_experts
-from moeq.pipeline.plan.expert_names import below_layer, names_problem, order_of, stored_names, unloaded
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.pipeline.plan.expert_names import (
+    _with_class_gate,
+    _with_stale_gate,
+    below_layer,
+    names_problem,
+    order_of,
+    stored_names,
+    unloaded,
+)
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 
 STACK = "model.layers.3.mlp.experts"
 NAME = "model.safetensors"
@@ -105,3 +119,50 @@ def test_llama_4_loads_no_biases_of_experts(checkpoints: Path, tmp_path: Path) -
     save_file(found | biases, tmp_path / NAME)
     assert "loads no biases" in str(names_problem(moeq.open(tmp_path), "vllm@0.33.0", 0))
     assert names_problem(moeq.open(tmp_path), "sglang@0.5.23", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("stale", "said"),
+    [
+        ([], None),
+        (["unheard.of"], None),  # a name that classes skip
+        (["a.experts.9.x", "known"], "known of old.bin and 1 more, in place of the one in new.safetensors"),
+        (["known", "a.experts.9.x"], "known of old.bin and 1 more, in place of the one in new.safetensors"),
+        (["a.experts.9.x", "unheard.of"], "a.experts.9.x of old.bin, which the index does not name"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm@0.33.0", "sglang@0.5.23", "transformers"])
+def test_stale_copies_that_the_engine_reads(stale: list[str], said: str | None, engine: str, checkpoints: Path) -> None:
+    """A copy of a tensor that the index names is told before one that nobody names."""
+    opened = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
+    verdict = judge_checkpoint(opened, Deployment(gpu=parse_gpu("A100")), 0, explain=False)
+    verdict = replace(verdict, engine=engine)
+    source = SimpleNamespace(
+        tensors={"known": TensorEntry("known", "F16", (1,), "new.safetensors", 0, 2)},
+        stale=[TensorEntry(name, "F16", (1,), "old.bin", 0, 2) for name in stale],
+    )
+    checkpoint: Any = SimpleNamespace(source=source)
+    found = _with_stale_gate(checkpoint, verdict)
+    if said is None or engine == "transformers":
+        assert found is verdict
+        return
+    gate = found.gates[-1]
+    assert gate.text.startswith("the engine reads every tensor of every listed file: ")
+    assert gate.text.partition(": ")[2] == said
+    assert (gate.passed, gate.remedy) == (False, "moeq convert SRC DST, which leaves stale copies out")
+
+
+def test_a_class_that_only_other_versions_have(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
+    verdict = judge_checkpoint(opened, Deployment(gpu=parse_gpu("A100")), 0, explain=False)
+    checkpoint: Any = SimpleNamespace(info=SimpleNamespace(architecture="NewForCausalLM"))
+    known = {"NewForCausalLM": ("0.31.0", "0.32.0")}
+    monkeypatch.setattr("moeq.pipeline.plan.expert_names.versions_with", known.get)
+    for engine in ("vllm@0.32.0", "sglang@0.5.23"):
+        given = replace(verdict, engine=engine)
+        assert _with_class_gate(checkpoint, given) is given
+    gate = _with_class_gate(checkpoint, replace(verdict, engine="vllm@0.33.0")).gates[-1]
+    assert gate.text.startswith("vLLM 0.33.0 has no class NewForCausalLM, which ")
+    assert (gate.passed, gate.remedy) == (False, 'engine="vllm@0.32.0"')
+    checkpoint.info.architecture = "Unheard"
+    assert _with_class_gate(checkpoint, replace(verdict, engine="vllm@0.33.0")).gates == verdict.gates
