@@ -90,7 +90,7 @@ def plan_document(job: Job, needs: Needs) -> dict[str, Any]:
         "backend": job.answer.backend,
         "loads_in": [loader.title for loader in job.answer.loaders],
         "overridden": list(job.answer.overridden),
-        "rounding": job.answer.verdict.convert.rounding if job.answer.verdict.convert else None,
+        "rounding": job.answer.first.rounding,
         "layouts": list(dict.fromkeys(layer.entry.layout for layer in plan.layers)),
         "totals": {
             "files": len(plan.files),
