@@ -30,6 +30,23 @@ def test_one_deployment(mixtral: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(reasons)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [([], (1, 1)), (["--tp", "2"], (2, 1)), (["--ep", "2"], (1, 2)), (["--require", "H100/tp4"], (4, 1))],
+)
+def test_sizes_that_are_asked_for_once(
+    given: list[str], expected: tuple[int, int], mixtral: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(["oracle", mixtral, *([] if "--require" in given else ["--gpu", "h100"]), *given, "--json"])
+    answer = document(capsys)
+    if "--require" in given:
+        cells = answer["cells"]
+        assert [(cell["gpu"], cell["tp"], cell["ep"]) for cell in cells] == [("H100", *expected)]
+        return
+    where = answer["verdict"]["deployment"]
+    assert (where["gpu"]["name"], where["tp"], where["ep"]) == ("H100", *expected)
+
+
 def test_text_names_choice_and_every_backend(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["oracle", mixtral, "--gpu", "h100", "--package", "humming=no"]) == 0
     text = capsys.readouterr().out
