@@ -280,6 +280,9 @@ def test_labels_of_a_heat_map_stand_at_their_cells() -> None:
     layers = [replace(report().layers[0], results=(result(layer, "up", *experts),)) for layer in range(12)]
     chart = heat_map(replace(report(), layers=tuple(layers)))
     assert chart is not None
+    few = heat_drawing(replace(chart, experts=chart.experts[:3]))
+    assert (few.cells[0].x, few.cells[0].y, few.cells[0].size) == ("64.0", "34.0", "17.0")  # widest: 18 with the gap
+    assert (few.cells[1].x, few.width, few.height) == ("82.0", 64 + 3 * 18 + 8, 34 + 12 * 18 + 8)
     drawing = heat_drawing(chart)
     assert len(drawing.cells) == 12 * 60
     place = {tuple(re.findall(r"\d+", cell.title)[:2]): (float(cell.x), float(cell.y)) for cell in drawing.cells}
@@ -330,3 +333,8 @@ def test_selftest_report_counts_levels_apart() -> None:
     alarmed = replace(one, false_alarms=("layer 0 expert 3 gate: not the values recorded",))
     assert not alarmed.ok
     assert "false alarm: layer 0 expert 3" in text_of(check_text.render_selftest, [alarmed])
+
+
+def test_every_level_of_a_heat_map_has_a_colour() -> None:
+    levels = re.findall(r"svg \.h(\d+) \{", html.render(report()))
+    assert levels == [str(level) for level in range(len(LIMITS) + 1)]
