@@ -121,3 +121,15 @@ def test_scales_are_proven_where_a_group_holds_more_than_zeros() -> None:
     unused = out.copy()
     unused[0, 1:], unused[1, :3] = 0x11, 0x22
     assert recode.holds_e4m3_scales(packed(codes), exponents, unused, 2.0**-3)
+
+
+def test_tables_by_exponent_have_256_rows() -> None:
+    assert recode._values().shape == (256, 16)
+    assert recode._to_bfloat16().shape == (256, 256)
+    assert {recode._e4m3_powers(shift).shape for shift in (-3, 0, 7)} == {(256,)}
+    powers = np.float64(2.0) ** (np.arange(256) - BIAS)
+    with np.errstate(over="ignore"):
+        wanted = (powers[:, None] * np.float64([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])).astype(
+            np.float32
+        )
+    np.testing.assert_array_equal(recode._values(), wanted)
