@@ -149,3 +149,17 @@ def test_conversions_are_not_sources(checkpoints, tmp_path) -> None:
     with pytest.raises(MoeqError) as caught:
         moeq.convert(tmp_path / "out", tmp_path / "again", gpu="A100")
     assert caught.value.code == "usage.already-converted"
+
+
+def test_static_scales_of_a_folder_are_read_and_those_of_a_repository_are_not(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    opened = moeq.open(checkpoints / "modelopt-fp8-qwen3moe")
+    monkeypatch.setattr(type(opened), "read_activation_scales", lambda checkpoint: read.append(checkpoint))
+    question = Question(Deployment(gpu=parse_gpu("H100")))
+    advised(opened, question)
+    assert read == [opened]
+    monkeypatch.setattr("moeq.pipeline.plan.decide.LocalSource", int)
+    advised(opened, question)
+    assert read == [opened]

@@ -18,9 +18,11 @@ from moeq.matrix import MatrixSpec
 from moeq.model.info import RoutingInfo
 from moeq.pipeline.plan.layer_plan import _padded_group
 from moeq.pipeline.plan.layer_verdict import (
+    CLASSES_OF_SETS,
     class_gate,
     heads_problem,
     judge_checkpoint,
+    module_of_set,
     routing_name,
     side_config_gate,
     size_gate,
@@ -267,3 +269,11 @@ def test_every_rank_gets_whole_heads(heads: int | None, kv_heads: int | None, tp
     document["kv_lora_rank"] = 512  # one latent head, which every rank has
     whole = said is None or "key-value" in said
     assert heads_problem(checkpoint, where(tp=tp)) == (None if whole else said)
+
+
+def test_a_set_of_experts_has_a_module_of_its_own() -> None:
+    prefix = "model.layers.3.mlp.experts"
+    (architecture, *_) = CLASSES_OF_SETS
+    assert module_of_set(architecture, prefix, range(4)) == "model.layers.3.mlp.text_experts"
+    assert module_of_set(architecture, prefix, range(4, 8)) == "model.layers.3.mlp.vision_experts"
+    assert module_of_set("Qwen3MoeForCausalLM", prefix, range(4, 8)) == prefix

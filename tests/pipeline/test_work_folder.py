@@ -225,6 +225,9 @@ def test_shards_share_a_folder_and_none_removes_what_others_do(tmp_path: Path) -
             assert refusal(one._lock_out_others)[0] == "usage.running"
             with closing_fd(os.open(one.path, os.O_RDONLY)) as fd:
                 require_lock(fd, one.path, exclusive=False)  # the lock that is shared is held again
+        with closing_fd(os.open(one.path, os.O_RDONLY)) as fd:  # a process that has no journal yet
+            require_lock(fd, one.path, exclusive=False)
+            assert refusal(one._lock_out_others)[0] == "usage.running"
         one._lock_out_others()
     with pytest.raises(ValueError, match="was not entered"):
         one.files  # noqa: B018 - asks for the open folder
