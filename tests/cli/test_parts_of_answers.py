@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeq.check.sampling import CheckOptions
-from moeq.cli import github, oracle, push, shards, warmup
+from moeq.cli import convert, github, oracle, push, shards, warmup
 from moeq.cli.app import run
 from moeq.cli.out import Output, _console, _silence, write
 from moeq.cli.progress import ProgressReport
@@ -23,6 +24,9 @@ from moeq.cli.screen import Screen, _literal_text
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
+from moeq.pipeline.plan.job import JobRequest
+from moeq.pipeline.plan.options import ConvertOptions
+from moeq.pipeline.plan_document import PLAN_SCHEMA
 from moeq.pipeline.push import Pushed
 from moeq.pipeline.run.work_shards import ShardRun, WorkShard
 
@@ -299,3 +303,22 @@ def test_a_summary_is_appended_where_there_is_one(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "new").read_text(encoding="utf-8") == "one\u00e4two"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
     assert github.append_summary("x") is False
+
+
+def test_options_beside_a_plan_change_the_plans(checkpoints: Path, tmp_path: Path) -> None:
+    """What is given counts; what is not given, and what is off, is as it was planned."""
+    deployment = Deployment(gpu=parse_gpu("A100"), tp=2)
+    planned = ConvertOptions(layout="marlin-wna16/1", force_layout=True, regroup=64)
+    request = JobRequest(str(checkpoints / "gptq-int4-g32-qwen3moe"), deployment, planned)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"schema": PLAN_SCHEMA, "digest": "abc", "request": request.to_json()}))
+    given: Any = SimpleNamespace(empty=True, make=lambda: Deployment(gpu=parse_gpu("H100")))
+    assert convert._planned(path, given, ConvertOptions()) == (deployment, planned, "abc")
+    own = ConvertOptions(skip_unfit=True, regroup=32, no_code=True)
+    expected = ConvertOptions("marlin-wna16/1", force_layout=True, regroup=32, skip_unfit=True, no_code=True)
+    assert convert._planned(path, given, own) == (deployment, expected, "abc")
+    given.empty = False
+    assert convert._planned(path, given, ConvertOptions())[0] == given.make()
+    path.write_text(json.dumps({"schema": PLAN_SCHEMA, "digest": "abc"}))
+    given.empty = True
+    assert convert._planned(path, given, own) == (given.make(), own, "abc")

@@ -14,6 +14,8 @@ import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.model.converted import ConvertedCheckpoint
 
 NAME = "gptq-int4-g32-qwen3moe"
 
@@ -137,3 +139,22 @@ def test_what_a_conversion_does_not_hold(folders: dict[str, Path]) -> None:
         with pytest.raises(MoeqError, match="layer 7 has no converted experts") as caught:
             ask()
         assert (caught.value.code, caught.value.hint) == ("usage.no-such-layer", "MoE layers: 0, 1")
+
+
+def test_layers_that_were_copied_are_asked_of_the_source_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first expert's gate and up, and every expert's matrix by its number."""
+    asked: list[tuple[Any, ...]] = []
+    for name in ("scheme_of", "spec", "matrix", "num_experts", "expert_prefix"):
+        monkeypatch.setattr(Checkpoint, name, lambda checkpoint, *given, name=name: asked.append((name, *given)))
+    copied = ConvertedCheckpoint.__new__(ConvertedCheckpoint)
+    copied._entries = {}
+    assert not copied.is_packed(3)
+    copied.scheme_of(3)
+    copied.spec(3, "w2")
+    copied.matrix(3, 5, "w2")
+    copied.num_experts(3)
+    copied.expert_prefix(3)
+    assert asked == [
+        ("scheme_of", 3, 0, "w13"), ("spec", 3, "w2", 0), ("matrix", 3, 5, "w2"), ("num_experts", 3),
+        ("expert_prefix", 3),
+    ]  # fmt: skip

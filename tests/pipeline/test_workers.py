@@ -175,3 +175,13 @@ def test_a_worker_stops_before_a_writer_that_failed_frees_its_buffer(monkeypatch
     with pytest.raises(ZeroDivisionError):
         steps.run(monkeypatch)
     assert len(steps.done["pack"]) <= OUTPUT_BUFFERS + 1
+
+
+def test_units_that_are_ready_together_are_synced_together() -> None:
+    run, finished = workers._Run.__new__(workers._Run), list[list[Any]]()
+    run._written = queue.SimpleQueue()
+    run._finish = finished.append  # type: ignore[method-assign]
+    for one in ("a", "b", None):
+        run._written.put(one)  # type: ignore[arg-type]
+    run._sync()
+    assert finished == [["a", "b"]]
