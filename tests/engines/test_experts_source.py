@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from load.deployments import convert
+from safetensors.torch import load_file
 
 import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES
@@ -15,7 +17,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.engines.experts_source import ConvertedExpertsSource, PackingExpertsSource, open_experts
 from moeq.errors import MoeqError
 from moeq.layouts.parts import torch_dtype
-from moeq.load.ranks import Rank, plan_rank
+from moeq.load.ranks import Rank, RankPart, plan_rank
 from moeq.pipeline.in_memory import RankPacker
 from moeq.pipeline.plan.layer_plan import plan_layer
 from moeq.pipeline.plan.options import Ranks
@@ -121,3 +123,77 @@ def test_a_folder_is_opened_as_what_it_is(checkpoints: Path, tmp_path: Path) -> 
     assert found.layer == last
     assert opened.entry(last + 1) is None
     assert not opened.begins_filling
+
+
+def test_only_the_experts_of_a_rank_are_packed_while_they_load(checkpoints: Path) -> None:
+    source = PackingExpertsSource(moeq.open(checkpoints / SOURCES[0]), logging.getLogger("test"))
+    source.decide(Deployment(gpu=moeq.gpu("A100"), tp=2, ep=2), "sample")
+    entry = source.entry(next(iter(source.answer.layouts)))
+    assert entry is not None
+    own = plan_rank(entry, Rank(0, 1, 1, 2))
+    source.check_parts(entry, [own], Rank(0, 1, 1, 2))
+    for parts in ([own, own], [plan_rank(entry, Rank(0, 1, 0, 2))], []):
+        with pytest.raises(MoeqError, match="holds no replicas of other ranks") as refused:
+            source.check_parts(entry, parts, Rank(0, 1, 1, 2))
+        assert refused.value.code == "usage.eplb"
+
+
+@pytest.mark.parametrize(
+    ("fields", "rank", "number"),
+    [
+        ({"tp": 2, "ep": 2}, Rank(0, 1, 1, 2), 1),
+        ({"tp": 2}, Rank(1, 2), 1),
+        ({"tp": 2}, Rank(0, 2), 0),
+        ({}, Rank(0, 1), 0),
+    ],
+)
+def test_a_rank_is_packed_by_its_number(
+    fields: dict[str, int], rank: Rank, number: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """With expert parallelism it is the number among the experts' ranks; only the first rank says how long it took."""
+    source = PackingExpertsSource(moeq.open(checkpoints / SOURCES[0]), logging.getLogger("test"))
+    source.decide(Deployment(gpu=moeq.gpu("A100"), **fields), "sample")
+    made: list[int] = []
+
+    class Noted(RankPacker):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(given[3])
+
+        def pack(self, *given: Any) -> None:
+            """Leave the tensors: another test packs."""
+
+    monkeypatch.setattr("moeq.engines.experts_source.RankPacker", Noted)
+    entries = [source.entry(layer) for layer in source.answer.layouts]
+    with caplog.at_level(logging.INFO, "test"):
+        for entry in entries:
+            assert entry is not None
+            source.fill(entry, [], rank, {})
+    assert made == [number]
+    assert ("packing the experts of" in caplog.text) is (number == 0)
+
+
+def test_replicas_are_filled_one_part_after_the_other(checkpoints: Path, tmp_path: Path) -> None:
+    folder = convert(checkpoints / SOURCES[0], tmp_path / "out")
+    opened = open_experts(str(folder), None, logging.getLogger("test"), converted=True)
+    entry = opened.entry(0)
+    assert entry is not None
+    whole = plan_rank(entry, Rank(0, 1))
+    parts = [plan_rank(entry, Rank(0, 1, number, 2)) for number in (1, 0)]
+    stored = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+    def filled(asked: list[RankPart]) -> dict[str, torch.Tensor]:
+        tensors = {
+            f"{role}_{name}": torch.zeros_like(stored[key])
+            for role in STACKED_ROLES for name, key in whole.matrices[role].stored.tensors.items()
+        }  # fmt: skip
+        opened.fill(entry, asked, Rank(0, 1), tensors)
+        return tensors
+
+    together, swapped = filled([whole]), filled(parts)
+    for name, tensor in together.items():
+        assert torch.count_nonzero(tensor.view(torch.uint8))
+        half = len(tensor) // 2
+        turned = torch.cat([tensor[half:], tensor[:half]]).view(torch.uint8)
+        assert torch.equal(swapped[name].view(torch.uint8), turned), name
