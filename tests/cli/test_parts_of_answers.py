@@ -15,8 +15,9 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
+from moeq.check import workload
 from moeq.check.sampling import CheckOptions
-from moeq.cli import convert, github, oracle, push, shards, warmup
+from moeq.cli import completion, convert, github, inspect, oracle, push, run_check, shards, warmup
 from moeq.cli.app import run
 from moeq.cli.out import Output, _console, _silence, write
 from moeq.cli.progress import ProgressReport
@@ -29,6 +30,7 @@ from moeq.pipeline.plan.options import ConvertOptions
 from moeq.pipeline.plan_document import PLAN_SCHEMA
 from moeq.pipeline.push import Pushed
 from moeq.pipeline.run.work_shards import ShardRun, WorkShard
+from moeq.report import oracle_page
 
 
 class Terminal(StringIO):
@@ -322,3 +324,74 @@ def test_options_beside_a_plan_change_the_plans(checkpoints: Path, tmp_path: Pat
     path.write_text(json.dumps({"schema": PLAN_SCHEMA, "digest": "abc"}))
     given.empty = True
     assert convert._planned(path, given, own) == (given.make(), own, "abc")
+
+
+@pytest.mark.parametrize("asked", [None, "H100", "L4"])
+def test_a_page_has_what_was_asked_about_first_and_common_gpus(
+    asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("moeq.report.oracle_page.render", lambda *given: drawn.append(given) or "a page")
+    checkpoint: Any = SimpleNamespace(require_source=lambda: drawn.append("is a source"))
+    deployment = None if asked is None else Deployment(gpu=parse_gpu(asked), tp=3)
+    assert inspect._page(checkpoint, deployment) == "a page"
+    first, (_, base, gpus, sizes) = drawn
+    assert first == "is a source"
+    assert base == (deployment or Deployment(gpu=parse_gpu(oracle_page.DEVICES[0])))
+    common = [parse_gpu(name).name for name in oracle_page.DEVICES]
+    assert [gpu.name for gpu in gpus] == list(dict.fromkeys([*([asked] if asked else []), *common]))
+    assert sizes == inspect.TP_SIZES
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes", "names", "shown"),
+    [([], [], ["A100"], None), (["H100", "L4"], [2, 4], ["H100", "L4"], [2, 4])],
+)
+def test_a_page_of_the_oracle_has_the_gpus_and_sizes_that_are_named(
+    gpus: list[str], sizes: list[int], names: list[str], shown: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moeq.report.oracle_page.render", lambda *given: given)
+    base, checkpoint = Deployment(gpu=parse_gpu("A100")), object()
+    found: Any = oracle._page(checkpoint, base, gpus, sizes)  # type: ignore[arg-type]
+    assert (found[0], found[1], [gpu.name for gpu in found[2]]) == (checkpoint, base, names)
+    assert found[3] == (shown or oracle.TP_SIZES)
+
+
+def test_what_a_shell_proposes() -> None:
+    assert {"vllm", "vllm@0.33.0", "sglang", "moeq"} <= set(completion.engines())
+    assert completion.engines().index("vllm") < completion.engines().index("vllm@0.33.0")
+    backends = completion.backends()
+    assert {"auto", "marlin", "triton"} <= set(backends)
+    assert backends == sorted(set(backends))
+    families = completion.families()
+    assert {"nvfp4", "fp8"} <= set(families)
+    assert len(families) == len(set(families))
+    assert "marlin-wna16/1" in completion.layouts()
+    assert "bf16" in completion.targets()
+    assert {"convert", "diff", "explain"} <= set(completion.schemas())
+    assert "source.bad-data" in completion.names()
+
+
+def test_a_label_changes_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ProgressReport(Output("moeq.x/1"), "work", quiet=True)
+    report.relabel("beginning")
+    assert report._now == (0, 0, "beginning")
+    report.update(3, 9, "one")
+    report.relabel("two")
+    assert report._now == (3, 9, "two")
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(workload.ANNOUNCED_SECONDS, False), (3600, True)])
+def test_a_long_check_is_announced(seconds: float, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    found: Any = SimpleNamespace(seconds=seconds, smallest="--layers 0", smallest_seconds=60)
+    run_check._announce(Output("moeq.run-check/1"), found)
+    told = "run-check: about 1 h 00 min in Triton's interpreter (an estimate); --layers 0 takes about"
+    assert capsys.readouterr().err.startswith(told) is said
+
+
+def test_digests_come_first_among_complaints() -> None:
+    report: Any = SimpleNamespace(
+        digest_mismatches=[SimpleNamespace(text="digest")],
+        results=[SimpleNamespace(complaints=["one", "two"]), SimpleNamespace(complaints=["three"])],
+    )
+    assert run_check.complaints(report) == ["digest", "one", "two", "three"]
