@@ -54,7 +54,7 @@ class Findings(ABC):
         self.manifest = converted.manifest
         self.contents = FolderContents(converted, workers)
         self.found: list[Mismatch] = []
-        self.counts = {"units": 0, "source_units": 0, "tensors": 0, "files": 0}
+        self.counts = {"units": 0, "source_units": 0, "tensors": 0, "files": 0, "losses": 0}
         self.workers = workers
         self.total = len(converted.source.tensors)
         self._progress = progress
