@@ -1,7 +1,7 @@
-"""Check of tensors whose values are used as indices: kind and range, once, where they enter moeq.
+"""Check of tensors whose values are used as indices: their dtype and range, once, where they enter moeq.
 
-A file that was damaged, or planted, can hold any number there. Compiled loops and kernels would read whatever memory it
-names. Works for torch tensors and numpy arrays, and imports neither.
+A damaged or malicious file can hold any number as an index, and compiled loops and kernels would read memory at that
+index. Works for torch tensors and numpy arrays, and imports neither.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_indices(values: Any, bound: int, what: str, *, each_once: bool = False
 
 
 def _is_permutation(values: Any) -> bool:
-    """Return whether neighbours in every sorted row differ; the values are known to be in range."""
+    """Return whether every row is a permutation. Values are in range, so this holds if no value repeats in a row."""
     ordered = values.copy() if hasattr(values, "copy") else values.clone()
     sorted_rows = ordered.sort(-1)
     ordered = ordered if sorted_rows is None else sorted_rows[0]  # numpy sorts in place

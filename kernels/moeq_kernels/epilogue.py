@@ -1,4 +1,4 @@
-"""Operations on the sums of a product before they are stored, as one constant of the kernels."""
+"""The epilogue of a product: operations on its sums before they are stored. Kernels take it as one constant."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Epilogue(str):
 
     @property
     def constants(self) -> dict[str, str | float]:
-        """Constants with which kernels without this class apply the activation."""
+        """Constants of the activation, for kernels that do not take an `Epilogue`."""
         return {"ACTIVATION": self.activation, "ALPHA": self.alpha, "BETA": self.beta, "LIMIT": self.limit}
 
     def mangle(self) -> str:

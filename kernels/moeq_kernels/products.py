@@ -1,4 +1,4 @@
-"""Single expert products: checks locate an error within a layer with them, and adapters are added to them."""
+"""Single expert products, with which checks locate an error within a layer, and to which LoRA adapters are added."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moeq_kernels.validate import as_int32, check_matrix, require, require_runna
 class SortedProducts:
     """Products of pairs (token, choice), sorted by expert."""
 
-    values: Tensor  #: float32 `[pairs, N]`; rows that belong to no pair hold anything
+    values: Tensor  #: float32 `[pairs, N]`; rows that belong to no pair hold arbitrary values
     rows: Tensor  #: int32 `[pairs]`, row of each pair, or -1 for a choice without an expert
 
 
@@ -57,7 +57,7 @@ def sorted_products(
 ) -> SortedProducts:
     """Compute the products of `expert_products` without moving them to the order of pairs.
 
-    `family` is `portable` or `hopper-w4a16`, whose device code is that of `fused_moe`, or None for the fastest here.
+    `family` names the device code of `fused_moe` to use: `portable` or `hopper-w4a16`; None takes the fastest one here.
     """
     require(x.dim() == 2, f"x is {shape_of(x)}; it must be [tokens, features]")
     require(
@@ -65,7 +65,7 @@ def sorted_products(
         f"ids is {shape_of(ids)}; with x {shape_of(x)} it must be int32 or int64 [{x.shape[0]}, choices]",
     )
     require(ids.device == x.device, f"ids is on {ids.device}, but x is on {x.device}")
-    require(x.shape[1] <= matrix.k, f"x is {shape_of(x)}, but k = {matrix.k} is smaller than its last size")
+    require(x.shape[1] <= matrix.k, f"x is {shape_of(x)}, but the matrix has only k = {matrix.k} input features")
     check_matrix("matrix", x, matrix, 1)
     require_runnable(x.device)
     tokens, choices = ids.shape

@@ -1,4 +1,4 @@
-"""The commands that check and compare, as functions. Errors are `MoeqError`, worded for Python; results are records."""
+"""The commands that check and compare, as functions. Errors are `MoeqError` and name Python arguments."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def restore(
         progress: True for a bar, or a function that takes bytes done, all bytes, and a label.
 
     Raises:
-        MoeqError: `usage.not-converted`; `source.no-keepsake` for conversions without restore data, or without their
-            digests; `source.digest-mismatch` if the conversion no longer holds what was converted;
+        MoeqError: `usage.not-converted`; `source.no-keepsake` for conversions without restore data, or without
+            digests of it; `source.digest-mismatch` if the conversion no longer holds what was converted;
             `usage.destination-exists`; `resources.disk-full`. A failed run leaves no files.
     """
     from moeq.prove.restore import restore as rebuild
@@ -124,7 +124,7 @@ def run_check(
     jobs: int | None = None,
     progress: Advance | bool = False,
 ) -> CheckReport:
-    """Compare fused kernels on converted weights with a float32 reference on the source's. `.ok` is the answer.
+    """Compare fused kernels on converted weights with a float32 reference on source weights. `.ok` is the answer.
 
     Args:
         dst: output of `convert`.
@@ -138,7 +138,7 @@ def run_check(
         device: `auto`, `cpu` (Triton's interpreter) or `cuda`.
         digests: recompute the digest of every expert first.
         kernels: run kernels; False: check only digests.
-        fp8_activations: bound the error of e4m3 activations layer by layer, and run FP8 weights with them.
+        fp8_activations: quantise activations to e4m3: bound their error in each layer, and run FP8 weights with them.
         jobs: processes that check layers at the same time on a CPU.
         progress: True for a bar, or a function that takes steps done, all steps, and a label.
 

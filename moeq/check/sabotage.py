@@ -17,7 +17,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 #: Damaged matrix, and a description of the damage.
 Damaged = tuple[QuantizedMatrix, str]
 
-#: Function that damages a matrix in `rows`; it returns None if this very data cannot show the damage.
+#: Function that damages a matrix in `rows`; it returns None if the damage would not change this matrix.
 Damage = Callable[[QuantizedMatrix, slice, torch.Generator], Damaged | None]
 
 
@@ -26,7 +26,7 @@ class Sabotage:
     """One kind of damage."""
 
     name: str  #: short name
-    possible: Callable[[MatrixSpec], bool]  #: function that returns whether a matrix of that spec can be damaged so
+    possible: Callable[[MatrixSpec], bool]  #: function that returns whether the damage applies to matrices of a spec
     damage: Damage  #: function that damages a matrix
     both_halves: bool = False  #: whether gate and up are damaged together
 
@@ -144,7 +144,7 @@ def _change_group(matrix: QuantizedMatrix, rows: slice, generator: torch.Generat
     return replace(matrix, group_index=index), f"groups of input features {k} and {other} exchanged"
 
 
-#: Damages to one expert, in the order of the report. The self-test adds swapped experts and swapped arguments.
+#: Damages to one expert, in the order of the report. The self-test adds swapped experts and swapped `topk` arguments.
 SABOTAGES: tuple[Sabotage, ...] = (
     Sabotage("flip a code", lambda spec: True, _flip_code),
     Sabotage("swap two scales", lambda spec: True, _swap_scales),
@@ -155,6 +155,7 @@ SABOTAGES: tuple[Sabotage, ...] = (
     Sabotage("change a bias", lambda spec: spec.bias_dtype is not None, _change_bias),
     Sabotage("e8m0 off by one", lambda spec: spec.scale_dtype == "e8m0", _next_scale),
     Sabotage("e4m3 scale off by one", lambda spec: spec.scale_dtype == "e4m3", _next_scale),
+    # The second scale is changed in the whole matrix, which in w13 would be two projections.
     Sabotage(
         "change the second scale", lambda spec: spec.scale_dtype == "e4m3" and spec.role == "w2", _change_second_scale
     ),

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from moeq.prove.diff import Difference, ProjectionDifference
 
-#: Lines printed per kind for people; `--json` has all of them.
+#: Most differing projections, and most differing tensors, that are printed; `--json` has all of them.
 _SHOWN = 20
 
 
 def command(
     ctx: typer.Context,
     left: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: source or converted, any format.")],
-    right: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    right: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint.")],
     experts_only: Annotated[
         bool, typer.Option("--experts-only", help="Leave out everything that is not a routed expert.")
     ] = False,

@@ -1,4 +1,4 @@
-"""`moeq gpus`: the devices that `--gpu` knows by name, and what it makes of one."""
+"""`moeq gpus`: the devices that `--gpu` knows by name, and the device that a name means."""
 
 from __future__ import annotations
 

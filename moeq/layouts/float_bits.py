@@ -27,7 +27,7 @@ def numbers_of(bits: Array, dtype: str) -> Array:
 def bits_of(numbers: Array, dtype: str) -> Array:
     """Return the bits of the nearest number of the dtype (not `e4m3`), ties to even.
 
-    Numbers that are no power of two become exponent 255 of `e8m0`, which is no number.
+    Numbers that are no power of two become byte 255 of `e8m0`, which is NaN.
     """
     if dtype == "e8m0":
         mantissa, exponent = np.frexp(numbers)

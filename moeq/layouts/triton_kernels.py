@@ -1,6 +1,6 @@
 """MXFP4 for triton_kernels, generation 3.5.1, as vendored in vLLM 0.33.0.
 
-Shapes are those of the memory, contiguous, one expert; the kernel takes the transposed view. w13 rows are interleaved
+Shapes are of one expert's contiguous tensor in memory; the kernel takes its transposed view. w13 rows are interleaved
 (gate 0, up 0, gate 1, ...), as the SwiGLU epilogue reads pairs, and biases are float32. Newer generations of
 triton_kernels pad more; these ids mean generation 3.5.1.
 
@@ -31,7 +31,7 @@ from moeq.matrix import MatrixSpec
 
 
 def _triton(*devices: str, max_tp: int | None = None) -> tuple[VLLM, ...]:
-    """Return the two backends of vLLM that run triton_kernels, on devices with this order of scales."""
+    """Return the two backends of vLLM that run triton_kernels, restricted to the given devices."""
     only = Only(devices=devices, max_tp=max_tp)
     return tuple(VLLM(name, name.lower(), dtypes=("bf16",), only=only) for name in ("TRITON", "TRITON_UNFUSED"))
 
@@ -45,7 +45,7 @@ class TritonKernelsLayout(MXFP4Layout):
     bias_dtype = "F32"
 
 
-# Row 16 n + 8 o + 2 r + s: for a gated w13, s is the half. Byte column 32 k + 8 m + 4 j + x.
+# Stored row: 16 n + 8 o + 2 r + s; a gated w13 has its half, h, in the place of s. Byte column: 32 k + 8 m + 4 j + x.
 HOPPER_WEIGHT = Arrangement("n o2 r4 s2, k m4 j2 x4 b2 -> n r k s x m | j o b")
 HOPPER_WEIGHT_W13 = Arrangement("h2 n o2 r4, k m4 j2 x4 b2 -> n r k h x m | j o b")
 
@@ -53,9 +53,9 @@ HOPPER_WEIGHT_W13 = Arrangement("h2 n o2 r4, k m4 j2 x4 b2 -> n r k h x m | j o 
 class TritonKernelsHopper(TritonKernelsLayout):
     """SM90: scales for 8 warps, as in vLLM.
 
-    `weight` uint8 `[N / 4, 2 K]` (`HopperMXValueLayout`; N is filled up to 16 and K to 64), the bits of each 32-bit
-    word permuted as in `bits.MUL_FREE`. `scale` uint8 `[N / 32, 32 G]` (`HopperMXScaleLayout`; N is filled up to 32
-    times the number of warps and G to 4).
+    `weight` uint8 `[N / 4, 2 K]` (`HopperMXValueLayout`; N is padded to a multiple of 16, K of 64), the bits of each
+    32-bit word permuted as in `bits.MUL_FREE`. `scale` uint8 `[N / 32, 32 G]` (`HopperMXScaleLayout`; N is padded to
+    a multiple of 32 times the number of warps, G of 4).
     """
 
     id = "triton-kernels-hopper/1"
@@ -94,16 +94,16 @@ class TritonKernelsHopper4(TritonKernelsHopper):
     warps = 4
 
 
-# Row 128 n + 32 y + 2 z + h of the interleaved matrix.
+# Row of the interleaved matrix: 128 n + 32 y + 2 z + h.
 _BLACKWELL_SCALE_W13 = Arrangement("h2 n y4 z16, c x4 -> n c z h y x")
 
 
 class TritonKernelsBlackwell(TritonKernelsLayout):
     """SM100 and SM120: values in row order, scales in 128 x 4 tiles.
 
-    `weight` uint8 `[N, K / 2]`, K filled up to 256 (`BlackwellMXValueLayout`: no permutation); `scale` uint8 `[N / 128,
-    G / 4, 2, 256]`, N filled up to 128 and G to 8 (`BlackwellMXScaleLayout`; the kernel takes all experts as
-    `[1, E N / 128, G / 4, 2, 256]`).
+    `weight` uint8 `[N, K / 2]`, K padded to a multiple of 256 (`BlackwellMXValueLayout`: no permutation). `scale` uint8
+    `[N / 128, G / 4, 2, 256]`, N padded to a multiple of 128, G of 8 (`BlackwellMXScaleLayout`; the kernel takes all
+    experts as `[1, E N / 128, G / 4, 2, 256]`).
     """
 
     id = "triton-kernels-blackwell/1"

@@ -46,14 +46,14 @@ def _entries() -> Iterator[Entry]:
     for rule in RULES:
         yield Entry(rule.code, "rule", rule.title, rule.explain)
     for row in FILTERS.values():
-        text = "A check of the engine on a whole backend, before its classes are looked at."
+        text = "The engine checks the whole backend before it looks at the backend's kernel classes."
         yield Entry(row.code, "pre-filter", row.title, text)
-    for code, told in texts["pre-filters"].items():
-        yield Entry(code, "pre-filter", told["title"], told["text"])
+    for code, words in texts["pre-filters"].items():
+        yield Entry(code, "pre-filter", words["title"], words["text"])
     for gate in GATES:
         yield Entry(gate.code, "gate", gate.stage, gate.explain)
-    for code, told in texts["gates"].items():
-        yield Entry(code, "gate", told["title"], told["text"])
+    for code, words in texts["gates"].items():
+        yield Entry(code, "gate", words["title"], words["text"])
     for code, (_, text) in BUILTIN_RULES.items():
         yield Entry(code, "kernel rule", "moeq's built-in kernels", text)
     yield from _advisories()

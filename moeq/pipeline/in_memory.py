@@ -56,7 +56,7 @@ class SampledPacker(Packer):
     #: Larger than the base class's: no thread waits for a disk, and fewer hand-overs wait less for the GIL.
     batch_bytes = 16 * 2**20
 
-    _records = False
+    _needs_record = False
 
     def __init__(self, work: RankWork, *given: Any) -> None:
         super().__init__(work, *given)

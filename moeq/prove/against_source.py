@@ -1,4 +1,4 @@
-"""Check a conversion against its source, from which the whole content of the folder is derived again."""
+"""Check a conversion against its source: derive every file from the source again, and compare it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moeq.prove.findings import Findings, values_mismatch
 class AgainstSource(Findings):
     """Findings from comparing a conversion with one derived from its source (`moeq.prove.derived`).
 
-    The manifest is not trusted but compared too.
+    The manifest is compared as well, not trusted.
     """
 
     def __init__(self, converted: ConvertedCheckpoint, workers: int, progress: Advance, original: Checkpoint) -> None:
@@ -54,7 +54,7 @@ class AgainstSource(Findings):
         except MoeqError as error:
             if error.code.startswith(("source.unreadable", "source.truncated", "resources.", "environment.")):
                 raise
-            self.add("manifest", MANIFEST_NAME, f"the source does not give such a conversion: {error.message}")
+            self.add("manifest", MANIFEST_NAME, f"this conversion cannot be derived from the source: {error.message}")
             return
         self.check_names()
         self.counts["losses"] = derived.losses
@@ -132,7 +132,7 @@ class AgainstSource(Findings):
             before = len(self.found)
             self.check_unpacked([entry])
             if len(self.found) == before:
-                text = f"layer {entry.layer}: packed bytes differ from what the source gives, where no value is stored"
+                text = f"layer {entry.layer}: padding bytes differ from those that the source gives"
                 self.add("values", f"layer {entry.layer}", text)
 
     def _where(self, source: Checkpoint, name: str, found: TensorEntry) -> str:
@@ -170,7 +170,7 @@ class AgainstSource(Findings):
             self.add("file", INDEX_NAME, f"{INDEX_NAME} is not the index of these tensors")
         own = {MANIFEST_NAME, CONFIG_NAME, INDEX_NAME, *(file.name for file in derived.plan.files), *copied.values()}
         own |= {self.manifest.restore.file} if self.manifest.restore else set()
-        self.add_unexpected(self.contents.names - own - self.contents.unproven, "nothing of the source gives it")
+        self.add_unexpected(self.contents.names - own - self.contents.unproven, "the source does not give this file")
 
     def _plan_side_files(self, derived: Derived) -> SideFiles:
         restore = self.manifest.restore
@@ -198,15 +198,15 @@ class AgainstSource(Findings):
             ):
                 self.add("kept", shown, f"{shown} is not what the source holds")
         for name in sorted(held.names - wanted.keys()):
-            self.add("kept", name, f"{name} in {held.path.name} is nothing that has to be kept")
+            self.add("kept", name, f"{name} in {held.path.name} is not part of the restore data")
         header = restore_header(wanted)
         if held.first_bytes(len(header)) != header:
-            self.add("kept", held.path.name, f"the header of {held.path.name} is not the one that belongs to this")
+            self.add("kept", held.path.name, f"the header of {held.path.name} does not fit the restore data")
 
     def _recorded(self, derived: Derived) -> None:
         """Compare the manifest's digests with the files, so that checking without the source gives the same result.
 
-        Where a difference was found already, nothing is compared: its digest would differ as well.
+        After any earlier finding nothing is compared: the digest of the damaged file would differ as well.
         """
         if self.found:
             return

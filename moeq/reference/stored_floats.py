@@ -1,10 +1,10 @@
 """Decode NVFP4, FP8 and MXFP8 weights from a checkpoint's tensors by the formats' definitions alone.
 
 The rest of moeq reads these formats through `moeq.schemes`, with tables and torch's own 8-bit types. Here numbers are
-made from sign, exponent and mantissa, which would show a mistake there. Definitions: OCP 8-bit Floating Point
-Specification 1.0 (E4M3: bias 7, no infinity, all ones is NaN) and OCP Microscaling Formats 1.0 (E2M1: bias 1; E8M0:
-2**(byte - 127), 255 is NaN). NVFP4 has a second scale: ModelOpt's `weight_scale_2` multiplies, compressed-tensors'
-`weight_global_scale` divides.
+made from sign, exponent and mantissa, so a mistake in those tables shows as a difference. Definitions: OCP 8-bit
+Floating Point Specification 1.0 (E4M3: bias 7, no infinity, all ones is NaN) and OCP Microscaling Formats 1.0 (E2M1:
+bias 1; E8M0: 2**(byte - 127), 255 is NaN). NVFP4 has a second scale: ModelOpt's `weight_scale_2` multiplies,
+compressed-tensors' `weight_global_scale` divides.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def stored_weight(parts: Mapping[str, Tensor]) -> Tensor | None:
     """Decode one projection of one expert to float32 `[N, K]`, rounded once; None for other formats.
 
     Args:
-        parts: stored tensors by name: e2m1 codes `[N, K / 2]` (low nibble first) with e4m3 scales `[N, K / 16]` and one
-            second scale (NVFP4), or e4m3 codes `[N, K]` with one scale per matrix, per row `[N, 1]`, per block of 128
-            x 128 `[ceil(N / 128), ceil(K / 128)]`, or an exponent per 32 codes `[N, K / 32]`.
+        parts: stored tensors by name. NVFP4 has e2m1 codes `[N, K / 2]` (low nibble first), e4m3 scales `[N, K / 16]`
+            and one second scale. FP8 has e4m3 codes `[N, K]` and one scale per matrix, per row `[N, 1]` or per block of
+            128 x 128 `[ceil(N / 128), ceil(K / 128)]`. MXFP8 has e4m3 codes and an exponent per 32 codes `[N, K / 32]`.
     """
     codes = next((parts[name] for name in _CODES if name in parts), None)
     scale = next((parts[name] for name in _SCALES if name in parts), None)
@@ -101,7 +101,7 @@ def _scale_numbers(scale: Tensor) -> Tensor:
 
 
 def _spread(scales: Tensor, n: int, k: int, block: bool) -> Tensor | None:
-    """Broadcast scales to codes `[N, K]`; None if their shape fits no granularity. `block`: only blocks may fit."""
+    """Broadcast scales to codes `[N, K]`; None if no granularity has their shape. `block`: accept blocks only."""
     if scales.numel() == 1 and not block:
         return scales.reshape(1, 1)
     if scales.dim() == 1:

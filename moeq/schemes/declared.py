@@ -88,7 +88,7 @@ class Fields:
         return None
 
     def names(self, *keys: str) -> list[str]:
-        """Return the first of `keys` that is not null, as a list of strings (also spelled with commas)."""
+        """Return the first of `keys` that is not null, as a list of strings; one string with commas is a list, too."""
         for key, value in self._present(keys):
             items = value.split(",") if isinstance(value, str) else value
             if not isinstance(items, list) or not all(isinstance(item, str) for item in items):

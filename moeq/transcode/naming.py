@@ -13,7 +13,7 @@ from moeq.model.expert_kinds import WHOLE_PARTS, Experts
 from moeq.spelling import option
 from moeq.transcode.target_formats import TargetFormat
 
-#: Values of `--names`. `source`: the family's names, or the source's if those are unknown or the source has stacks.
+#: Values of `--names`. `source` means the family's names; the source's own if no family is known or it has stacks.
 NamesOption = Literal["source", "mlp", "block-sparse-moe", "per-expert", "stacked"]
 NAMES: tuple[NamesOption, ...] = get_args(NamesOption)
 
@@ -22,7 +22,7 @@ _SHORT: dict[StoredName, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 _GGUF: dict[StoredName, str] = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 _STACKED: dict[StoredName, str] = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
-#: Modules of all experts of a Granite-MoE layer, gate rows before up rows.
+#: Modules for gate, up and down of a Granite-MoE layer; `input_linear` has gate rows, then up rows.
 _GRANITE = ("input_linear", "input_linear", "output_linear")
 
 #: Modules that hold experts and router, by the option that asks for them.
@@ -37,7 +37,7 @@ class Naming:
     """Names of the tensors of one layer's experts."""
 
     prefix: str  #: module path of the experts
-    spelled: Mapping[StoredName, str]  #: projection to the last part of its module's name
+    spelled: Mapping[StoredName, str]  #: projection -> last part of its module's name
     stacked: bool = False  #: whether tensors hold all experts
     interleaved: bool = False  #: whether gate and up rows of a stacked tensor are interleaved
     transposed: bool = False  #: whether stacked tensors of floats are transposed
@@ -72,7 +72,7 @@ def choose_naming(experts: Experts, family: ModelFamily | None, target: TargetFo
     floats, stackable, gpt_oss = target.element is not None, target.stackable, "gpt-oss" in target.spellings.values()
     layer, first = experts.layer, experts.kind(0)
 
-    def refuse(detail: str, hint: str = "leave it out") -> NoReturn:
+    def refuse(detail: str, hint: str = "leave the option out") -> NoReturn:
         raise MoeqError("usage.names", detail, hint)
 
     if target.experts_only:  # GGUF's names, with a number per expert
@@ -116,10 +116,10 @@ def choose_naming(experts: Experts, family: ModelFamily | None, target: TargetFo
 
 
 def family_naming(experts: Experts, family: ModelFamily | None, *, floats: bool) -> Naming | None:
-    """Return the names that transformers loads; None if they are unknown, or of a form that `Naming` lacks.
+    """Return the names that transformers loads; None if they are unknown or `Naming` cannot express them.
 
-    For other names transformers ignores the experts and fills the model with random numbers. In families that stack
-    floats, quantised experts have no names of the family's own.
+    For other names transformers ignores the experts and fills the model with random numbers. Families that stack
+    floats define no names for quantised experts.
     """
     layer, first = experts.layer, experts.kind(0)
     if family is None or not first.gated or not (floats or family.stacking == "per-expert"):

@@ -261,8 +261,8 @@ def test_int4_with_8_bit_activations() -> None:
 )
 def test_what_the_library_refuses(block: Row, said: str) -> None:
     whole = {"num_bits": 4, "type": "int", **block}
-    assert read(whole) == f"compressed-tensors refuses it: {said}"
-    assert read(FP8, whole) == f"compressed-tensors refuses it: {said}"
+    assert read(whole) == f"compressed-tensors refuses the config: {said}"
+    assert read(FP8, whole) == f"compressed-tensors refuses the config: {said}"
 
 
 def test_strategies_that_are_left_out() -> None:
@@ -354,4 +354,4 @@ def test_groups_for_attention_alone_are_left_out() -> None:
     both["config_groups"]["kv"] = attention
     assert decided(both).bits == 4
     both["config_groups"]["kv"] = {**attention, "targets": ["LlamaAttention", "Linear"]}
-    assert decided(both) == "compressed-tensors refuses it: static token quantisation does not exist"
+    assert decided(both) == "compressed-tensors refuses the config: static token quantisation does not exist"

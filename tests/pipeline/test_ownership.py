@@ -72,7 +72,7 @@ def test_a_marker_that_lists_nothing(files: object, tmp_path: Path) -> None:
     code, message = refused(finished_files, tmp_path, "m.json")
     assert (code, message) == (
         "source.bad-manifest",
-        f"{tmp_path / 'm.json'} does not tell which files it belongs to",
+        f"{tmp_path / 'm.json'} does not list the files of the output",
     )
 
 
@@ -115,7 +115,7 @@ def test_a_work_folder_is_a_folder_of_this_user(folder: OutputFolder, monkeypatc
     for name in ("link", "file", "absent"):
         code, message = refused(require_ours, folder, name, fresh=False)
         assert code == "usage.foreign-folder"
-        assert message == f"{folder.path / name} is a link, or no folder; moeq would need it for its work"
+        assert message == f"{folder.path / name} is a link or not a folder; moeq needs this path for its work files"
     monkeypatch.setattr(ownership, "_is_us", lambda folder, owner: False)
     before = len(os.listdir("/proc/self/fd"))
     owner = os.stat(folder.path).st_uid
@@ -145,7 +145,7 @@ def test_folders_with_and_without_journals(folder: OutputFolder) -> None:
     require_journals(folder, Journals())
     touched(folder, "a.safetensors")
     code, message = refused(require_journals, folder, Journals())
-    assert (code, "no journal of moeq's that tells of them" in message) == ("usage.foreign-folder", True)
+    assert (code, "no journal of moeq that lists them" in message) == ("usage.foreign-folder", True)
     require_journals(folder, Journals({"moeq-journal.jsonl": STAMP}))
     code, message = refused(require_journals, folder, Journals(damaged=("moeq-journal.jsonl",)))
     assert code == "usage.unreadable-journal"

@@ -89,7 +89,7 @@ def packed_byte(out: Path) -> None:
     (out / entry.file).write_bytes(raw)
 
 
-OTHER_HEADER = f"the header of {RESTORE} is not the one that belongs to this"
+OTHER_HEADER = f"the header of {RESTORE} does not fit the restore data"
 CHANGES: dict[str, tuple[Change, list[str]]] = {
     "header": (
         replaced(WEIGHTS, b'"format":"pt"', b'"format":"np"'),
@@ -97,14 +97,14 @@ CHANGES: dict[str, tuple[Change, list[str]]] = {
     ),
     "another file": (
         lambda out: (out / "notes.txt").write_text("x"),
-        ["notes.txt does not belong here: nothing of the source gives it"],
+        ["notes.txt does not belong here: the source does not give this file"],
     ),
     "a file less": (lambda out: (out / "quantize_config.json").unlink(), ["quantize_config.json is missing"]),
     "index": (index_of_more, [f"{INDEX} is not the index of these tensors"]),
     "restore header": (replaced(RESTORE, b"moeq-restore/1", b"moeq-restore/2"), [OTHER_HEADER]),
     "more restore data": (
         kept("text/other.json", b"{}"),
-        [f"text/other.json in {RESTORE} is nothing that has to be kept", OTHER_HEADER],
+        [f"text/other.json in {RESTORE} is not part of the restore data", OTHER_HEADER],
     ),
     "less restore data": (
         kept("text/config.json", None),
@@ -127,7 +127,7 @@ CHANGES: dict[str, tuple[Change, list[str]]] = {
     "no way back": (
         stated("restore"),
         [
-            f"{RESTORE} does not belong here: nothing of the source gives it",
+            f"{RESTORE} does not belong here: the source does not give this file",
             "moeq.json does not name the restore data",
         ],
     ),
@@ -178,7 +178,7 @@ def test_a_source_without_one_of_the_layers(clean: Path, checkpoints: Path, tmp_
 
     shorter = rewritten(checkpoints / NAME, tmp_path / "shorter", without)
     texts = [found.text for found in verify(clean, shorter).mismatches]
-    assert texts[1:] == ["the source does not give such a conversion: the source has no experts in layer 1"]
+    assert texts[1:] == ["this conversion cannot be derived from the source: the source has no experts in layer 1"]
 
 
 @pytest.mark.cover(every=8)

@@ -114,7 +114,7 @@ def test_bytes_of_padding_are_named_by_their_tensor(checkpoints, tmp_path) -> No
     flip(path, start + size - 1)
     text = f"the bytes of tensor {padded} are not those that were written"
     assert [mismatch.text for mismatch in verify(out).mismatches] == [text]
-    text = "layer 0: packed bytes differ from what the source gives, where no value is stored"
+    text = "layer 0: padding bytes differ from those that the source gives"
     assert [mismatch.text for mismatch in verify(out, checkpoints / NAME).mismatches] == [text]
     flip(*place(out, valued)[:2])
     alone = verify(out)

@@ -103,7 +103,7 @@ def spread(values, ROWS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
 def zero_points(zero, groups, p0, G: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
                 CODEC: tl.constexpr, ELEMENT: tl.constexpr):
     """Load zero points as int32 [ROWS, BN]; they are 0 beyond the matrix."""
-    if CODEC == "marlin4":  # word 8 tile + octet, field block + 4 half
+    if CODEC == "marlin4":  # a column is in word 8 tile + octet, in its 4-bit field block + 4 half
         words = p0 // 8 + tl.arange(0, BN // 8)
         mask = (groups[:, None] < G) & (words[None, :] < N // 8)
         packed = tl.load(zero + groups[:, None] * (N // 8) + words[None, :], mask=mask, other=0)
@@ -112,7 +112,7 @@ def zero_points(zero, groups, p0, G: tl.constexpr, N: tl.constexpr, ROWS: tl.con
         fields = tl.join(fields, fields >> 8)  # block bit 1
         fields = tl.join(fields, fields >> 16) & 15  # half
         return tl.reshape(tl.permute(fields, (0, 1, 3, 2, 4)), (ROWS, BN)).to(tl.int32)
-    elif CODEC == "marlin8":  # word 16 tile + 2 octet + block // 2, byte 2 half + block % 2
+    elif CODEC == "marlin8":  # a column is in word 16 tile + 2 octet + block // 2, in its byte 2 half + block % 2
         words = p0 // 4 + tl.arange(0, BN // 4)
         mask = (groups[:, None] < G) & (words[None, :] < N // 4)
         packed = tl.load(zero + groups[:, None] * (N // 4) + words[None, :], mask=mask, other=0)
@@ -142,7 +142,7 @@ def e2m1_to_float(code):
 
 @triton.constexpr_function
 def middle_of(element):
-    """Return 2**23 plus the code of `uint2` to `uint8` that stands for zero."""
+    """Return 2**23 + zero point of a symmetric element `uint2` .. `uint8`, which is half the number of its codes."""
     return 8388608.0 + 2.0 ** (int(element[4:]) - 1)
 
 

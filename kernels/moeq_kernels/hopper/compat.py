@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+#: Asynchronous copy (cp.async) of scattered rows; `tma_load` copies boxes.
 rows_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 

@@ -13,24 +13,24 @@ _BALANCERS: WeakSet[EplbState] = WeakSet()
 
 
 def follow_balancers() -> None:
-    """Remember every load balancer that gets a model, since no layer leads to it. Further calls have no effect."""
+    """Remember every load balancer that gets a model: layers hold no reference to it. Further calls do nothing."""
     add_model = EplbState.add_model
     if hasattr(add_model, "__wrapped__"):
         return
 
     @wraps(add_model)
-    def remembered(balancer: EplbState, *given: Any, **named: Any) -> None:
+    def add_and_remember(balancer: EplbState, *given: Any, **named: Any) -> None:
         add_model(balancer, *given, **named)
         _BALANCERS.add(balancer)
 
-    EplbState.add_model = remembered
+    EplbState.add_model = add_and_remember
 
 
 def placed_experts(layer: Any) -> tuple[int, ...] | None:
     """Return the expert of every row of a layer on this rank; None before the engine balances the model.
 
-    Expert bytes may be on their way in the background. They are discarded first, and experts stay where they were: old
-    bytes would overwrite new ones later. All ranks have to call this together.
+    The balancer may be copying experts in the background. Such a copy is discarded first, since it would overwrite
+    newly loaded bytes; its experts stay where they were. All ranks have to call this together.
     """
     for balancer in _BALANCERS:
         for found in balancer.model_states.values():

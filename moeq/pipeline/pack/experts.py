@@ -106,7 +106,7 @@ class StoredExperts:
 class PackedParts:
     """Memory for the packed parts of consecutive experts, and its places in the output (`writes`).
 
-    A stack is (shard, part, bytes per expert, memory): one buffer for all experts, or one buffer per expert.
+    A stack is (shard, part, bytes per expert, buffers); `buffers` is one for all experts, or one per expert.
     """
 
     def __init__(self, shards: int, stacks: Sequence[tuple[int, str, int, Sequence[Bytes]]], writes: Writes) -> None:
@@ -134,11 +134,11 @@ class PackedParts:
 class Packer(UnitWorker[PackUnit, Range]):
     """Executes one `PackUnit`, a few experts at a time."""
 
-    #: Largest batch in stored bytes, unless one expert alone has more: small experts share a request's cost.
+    #: Largest batch in stored bytes, unless one expert alone has more. Small experts share the cost of one read.
     batch_bytes: ClassVar[int] = 2 * 2**20
 
-    #: Whether the unit's record needs hashes of the packed bytes and the names of tensors that cannot be rebuilt.
-    _records = True
+    #: Whether results need hashes of the packed bytes and the names of tensors that cannot be rebuilt.
+    _needs_record = True
 
     def __init__(
         self, work: Work, unit: PackUnit, inputs: Mapping[str, InputFile], output: Sink, spare: SpareMemory
@@ -152,7 +152,7 @@ class Packer(UnitWorker[PackUnit, Range]):
         self._slots = [_slots(work, unit, shard) for shard in self._shards]
         self._fast_path = fast_path_of(work.checkpoint, layer, unit)
         self._calibrated_layouts: list[Layout] | None = None
-        self._calibrated_paths: list[FastPath | None] = []
+        self._calibrated_paths: list[FastPath | None] = []  # empty until calibrated, then one
         self._lock = threading.Lock()
 
     @classmethod
@@ -199,7 +199,7 @@ class Packer(UnitWorker[PackUnit, Range]):
     @cached_property
     def _reads(self) -> dict[int, Reads]:
         """Plan of reading each item, by its first expert."""
-        assert self._fast_path is not None  # otherwise nothing is read here
+        assert self._fast_path is not None  # the reference path reads through the checkpoint
         keys = self._fast_path.reads
         places = [self._places(keys, range(item.start, item.stop)) for item in self.items]
         plans = plan_reads([place for one in places for place in one], [len(one) for one in places])
@@ -279,8 +279,8 @@ class Packer(UnitWorker[PackUnit, Range]):
             fast_path.pack(read, outputs, scratch)
         digests = self._proven(fast_path, expert, read, outputs, scratch)
         parts = [data for shard in outputs for data in shard.values()]
-        hashes = tuple(map(piece_digest, parts)) if self._records else ()
-        kept = fast_path.kept(inputs, scratch) if self._records else ()
+        hashes = tuple(map(piece_digest, parts)) if self._needs_record else ()
+        kept = fast_path.kept(inputs, scratch) if self._needs_record else ()
         names = frozenset(self._entry(key, expert).name for key in kept)
         written = sum(data.nbytes for data in parts)
         return ExpertResult(written, digests, names, fast_path.losses(read), hashes)
@@ -288,7 +288,7 @@ class Packer(UnitWorker[PackUnit, Range]):
     def _proven(
         self, fast_path: FastPath, expert: int, read: list[Fields], outputs: Outputs, scratch: Bytes
     ) -> Digests:
-        """Return a packed expert's digests. Raises MoeqError `bug.round-trip` if it holds other values."""
+        """Return a packed expert's digests. Raises MoeqError `bug.round-trip` if its values are not the source's."""
         digests = fast_path.prove(read, outputs, scratch)
         if digests is None:
             raise self._round_trip(expert)
@@ -354,7 +354,7 @@ class Packer(UnitWorker[PackUnit, Range]):
         return ExpertResult(written, digests, frozenset(kept), losses, tuple(hashes))
 
     def _matrix(self, expert: int) -> QuantizedMatrix:
-        """Decode the logical matrix. Raises MoeqError `source.inconsistent` if headers or config promised another."""
+        """Decode the logical matrix. Raises MoeqError `source.inconsistent` if it is not the planned one."""
         unit = self._unit
         matrix = self._checkpoint.matrix(unit.layer, expert, unit.role)
         planned = self._layer.entry.source_spec(unit.role)

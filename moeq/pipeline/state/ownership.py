@@ -55,7 +55,7 @@ def finished_files(folder: Path, marker: str) -> set[str]:
     """
     files = read_object(folder / marker, marker, MAX_MANIFEST_BYTES, "source.bad-manifest").get("files")
     if not isinstance(files, (dict, list)) or not files:
-        raise MoeqError("source.bad-manifest", f"{folder / marker} does not tell which files it belongs to")
+        raise MoeqError("source.bad-manifest", f"{folder / marker} does not list the files of the output")
     return {marker, f"{marker}.minisig", *safe_names((name for name in files if name != marker), marker)}
 
 
@@ -65,7 +65,7 @@ def is_work(name: str) -> bool:
 
 
 def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str, *, work: bool = True) -> None:
-    """Refuse a folder that holds other files than `files` and, if it may hold `work`, journals and work files.
+    """Refuse a folder that holds any file that is not in `files`; `work`: journals and work files are allowed, too.
 
     Raises MoeqError `usage.foreign-files` with the names; `what` completes a sentence about the folder.
     """
@@ -75,7 +75,7 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
         raise MoeqError(
             "usage.foreign-files",
             f"{folder.path} {what}, and holds files that moeq did not write: {shown}",
-            "move them away, or name another folder; only what was written here by a conversion is ever removed",
+            "move them away, or name another folder; moeq removes only files that a conversion wrote here",
         )
 
 
@@ -87,7 +87,7 @@ def require_ours(parent: OutputFolder, name: str, *, fresh: bool) -> OutputFolde
     """
     info, path = parent.status(name), parent.path / name
     if info is None or not stat.S_ISDIR(info.st_mode):
-        raise _foreign(path, "is a link, or no folder")
+        raise _foreign(path, "is a link or not a folder")
     found = OutputFolder(path, parent.fd)
     try:
         owner = os.fstat(found.fd).st_uid
@@ -125,7 +125,7 @@ def require_journals(folder: OutputFolder, journals: Journals) -> None:
         raise damaged_journal(folder.path, journals.damaged[0])
     elif any(not is_journal(name) for name in folder.names()):
         # Moeq syncs a journal to disk before it creates any other file.
-        raise _foreign(folder.path, "holds files, and no journal of moeq's that tells of them")
+        raise _foreign(folder.path, "holds files, but no journal of moeq that lists them")
 
 
 def damaged_journal(folder: Path, name: str) -> MoeqError:
@@ -138,7 +138,7 @@ def damaged_journal(folder: Path, name: str) -> MoeqError:
 
 
 def remove_files(folder: OutputFolder, files: Iterable[str]) -> None:
-    """Remove files of moeq's, the manifest last, so that the rest can be recognised until then. Raises OSError."""
+    """Remove files of moeq, the manifest last: as long as it is there, moeq owns the rest. Raises OSError."""
     for name in sorted(files, key=lambda name: name == MANIFEST_NAME):
         folder.remove(name)
 
@@ -152,6 +152,6 @@ def remove_work(folder: OutputFolder) -> None:
 def _foreign(path: Path, what: str) -> MoeqError:
     return MoeqError(
         "usage.foreign-folder",
-        f"{path} {what}; moeq would need it for its work",
-        "move it away, or name another destination; only what was written here by a conversion is ever removed",
+        f"{path} {what}; moeq needs this path for its work files",
+        "move it away, or name another destination; moeq removes only files that a conversion wrote here",
     )

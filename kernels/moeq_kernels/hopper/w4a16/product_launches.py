@@ -17,8 +17,8 @@ from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import Sorted
 
-#: Least steps, of STEP_BYTES of words each, in a share of the gate-up product, in a share of the down product, and in a
-#: unit of several tiles (queue kernel).
+#: Queue kernel: lower bounds of the steps in a share of the gate-up product, in a share of the down product, and in a
+#: unit of several tiles. A step here is STEP_BYTES of words.
 MIN_UP_STEPS, MIN_DOWN_STEPS, BUNDLED_STEPS = 4, 4, 8
 STEP_BYTES = 16384
 #: Arguments that the kernel for both products takes once per product.
@@ -94,7 +94,7 @@ def queue_launch(
         "wanted_up": kernel.up * programs,
         "least_up": MIN_UP_STEPS * steps_per_block,
         "wanted_down": kernel.down * programs,
-        # Units of several tiles are not cut: no share has more than all steps.
+        # Units of several tiles are not cut: a lower bound above `count` allows one share only.
         "least_down": MIN_DOWN_STEPS * steps_per_block if bundle == 1 else count + 1,
         "bundle": bundle,
         "up_pair_tiles": up["pair_tiles"],
@@ -116,7 +116,7 @@ def _wide(
     """Return a launch of the wide kernel with one program per SM."""
     groups, down = kernel.warpgroups, matrix is problem.w2
     arguments, constants = _common(matrix, x, out, epilogue, 64, groups, 32)
-    # Every warpgroup of the gate-up product counts a tile of tokens once per block of columns.
+    # A tile of tokens is finished after this many signals: one per warpgroup and block of columns of gate-up.
     signals = -(-problem.intermediate // ((64 if problem.epilogue.gated else 128) * groups)) * groups
     arguments |= {
         "queue": rows.cleared.part(0, 1 if down else 0, 1),
@@ -142,7 +142,7 @@ def _wide(
 def _common(
     matrix: PackedMatrix, x: Area, out: Area, epilogue: Epilogue, step: int, tiles: int, tokens: int
 ) -> tuple[dict[str, Argument], dict[str, Any]]:
-    """Return the arguments and constants that all kernels share; a box has `step` rows of k, `tiles` and `tokens`."""
+    """Return the arguments and constants that all kernels share; `step`, `tiles` and `tokens` are those of `boxes`."""
     words, high, rows, scales = boxes(matrix, x, step, tiles, tokens)
     columns = out.shape[-1]
     arguments, constants = weight_arguments(matrix)
@@ -176,16 +176,16 @@ def weight_arguments(matrix: PackedMatrix) -> tuple[dict[str, Argument], dict[st
 
 def share_constants(one: PackedMatrix, other: PackedMatrix) -> bool:
     """Return whether the same constants read both matrices, as one kernel for both products needs."""
-    return group_of(one) == group_of(other) and _format(one) == _format(other)
+    return group_of(one) == group_of(other) and _constants_key(one) == _constants_key(other)
 
 
-def _format(matrix: PackedMatrix) -> tuple[str, bool, Any]:
+def _constants_key(matrix: PackedMatrix) -> tuple[str, bool, Any]:
     return kind_of(matrix), matrix.zero is None, None if matrix.scale is None else matrix.scale.dtype
 
 
 def only_second_is_channelwise(first: PackedMatrix, second: PackedMatrix) -> bool:
     """Return whether the matrices differ only in that `second` has one scale per output feature."""
-    return not group_of(second) and _format(first) == _format(second)
+    return not group_of(second) and _constants_key(first) == _constants_key(second)
 
 
 def channel_scale(matrix: PackedMatrix) -> Area | None:

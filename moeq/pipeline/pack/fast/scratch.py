@@ -35,7 +35,7 @@ class Region:
 
 
 def regions_of(sizes: Mapping[str, int], start: int = 0) -> dict[str, Region]:
-    """Return regions of so many bytes, one after the other."""
+    """Return one region per name, of the given size in bytes, one after the other."""
     found: dict[str, Region] = {}
     for name, size in sizes.items():
         found[name] = Region(start, size)

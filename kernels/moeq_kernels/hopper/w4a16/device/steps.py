@@ -1,4 +1,4 @@
-"""Copies and multiplications of a step of k, for kernels with one warpgroup and 256 output rows (map A)."""
+"""Copies and multiplications of a step of k, for kernels of one warpgroup and 256 output rows (map A, `layouts`)."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ def views(w_buf, s_buf, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.const
 @gluon.jit
 def load_weights(
     step, slot, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP: gl.constexpr,
-    GROUP: gl.constexpr, KIND: gl.constexpr, some=True,
+    GROUP: gl.constexpr, KIND: gl.constexpr, pred=True,
 ):
-    """Start to copy a step's words and scales if `some`; the expert's begin at w_row and s_row."""
-    common.copy_words(w_desc, w_buf, bar, slot, w_row, step, tile, pair_tiles, STEP, KIND, some)
+    """Start to copy a step's words and scales if `pred`; the expert begins at w_row of words and s_row of scales."""
+    common.copy_words(w_desc, w_buf, bar, slot, w_row, step, tile, pair_tiles, STEP, KIND, pred)
     if GROUP:
         at = s_row + (step * STEP) // GROUP
-        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * slot), pred=some)
-        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * slot + 1), pred=some)
+        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * slot), pred=pred)
+        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * slot + 1), pred=pred)
 
 
 @gluon.jit
-def load_tokens(step, slot, bar, x_desc, x_buf, row, STEP: gl.constexpr, some=True):
-    """Start to copy a step's tokens if `some`."""
+def load_tokens(step, slot, bar, x_desc, x_buf, row, STEP: gl.constexpr, pred=True):
+    """Start to copy a step's tokens if `pred`."""
     for half in gl.static_range(STEP // 64):
-        tma_load(x_desc, [row, step * STEP + 64 * half], bar, x_buf.index(STEP // 64 * slot + half), pred=some)
+        tma_load(x_desc, [row, step * STEP + 64 * half], bar, x_buf.index(STEP // 64 * slot + half), pred=pred)
 
 
 @gluon.jit
 def _slab_scales(scales, SLAB: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load the scales of two slabs of 16 rows of k, from slab SLAB of a step on."""
+    """Load the scales of slabs SLAB and SLAB + 1 of a step; a slab is 16 rows of k."""
     return scales.slice(SLAB * 16, 16, dim=1).load(LAYOUT), scales.slice(SLAB * 16 + 16, 16, dim=1).load(LAYOUT)
 
 
@@ -78,9 +78,9 @@ def scales_and_zeros(
     scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr, ROWS: gl.constexpr,
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, HALF: gl.constexpr,
 ):
-    """Load scales and zero points of the lower and the upper half of ROWS rows, the SUB-th of a step from row k on.
+    """Load scales and zero points of the lower and the upper half of ROWS rows of k.
 
-    The results are arguments of `weights.step_operand`.
+    The step begins at row k; the rows begin SUB * ROWS rows later. The results are arguments of `weights.step_operand`.
     """
     first: gl.constexpr = SUB * ROWS // GROUP if GROUP else 0
     second: gl.constexpr = (SUB * ROWS + ROWS - 32) // GROUP if GROUP else 0
@@ -115,9 +115,9 @@ def _rows(
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
     ROWS: gl.constexpr, SPAN: gl.constexpr,
 ):
-    """Multiply ROWS rows of k (32 or 64), the SUB-th of a step that begins at row k.
+    """Multiply ROWS rows of k (32 or 64) of a step that begins at row k; the rows begin SUB * ROWS rows later.
 
-    SPAN: rows of k after which a scale multiplies their sums if AFTER.
+    SPAN: if AFTER, the number of rows of k whose sum a scale multiplies.
     """
     HALF: gl.constexpr = x.dtype == gl.float16
     words = weights.load_words(words, slot, ROWS // 16 * SUB, ROWS // 16, KIND, False)
@@ -158,6 +158,7 @@ def multiply(
         words, scales: results of `views`, of which `slot` is multiplied.
         x_slot: slot of the tokens in x_buf.
         zero: zero points of all experts; this expert's are `groups` rows from row z_row on.
+        AFTER: whether scales multiply sums of a group; otherwise they multiply weights.
         ROWS: rows of k whose weights are in registers at a time.
         EACH: room of a slot of x_buf as a multiple of TOKENS; the first TOKENS rows are multiplied.
     """

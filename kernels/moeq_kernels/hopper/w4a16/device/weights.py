@@ -3,7 +3,8 @@
 `recipes` has the arithmetic. Decoded weights lack a power of two that `undo` returns; kernels multiply sums by it. KIND
 is a key of `kinds.KINDS`; HALF means float16 instead of bf16.
 
-Values of a lane's columns, `[pair, tile and g, t, j and h]`, are in `layouts.scales`; stored scales lack the axis t.
+Scales and zero points are tensors `[pair, tile and g, t, j and h]` in `layouts.scales`; `layouts` defines the axes.
+Stored scales lack the axis t.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ def undo(kind, half, scaled):
     if kind == "mxfp8":
         return float(2**recipes.MXFP8_SHIFT)
     if kind in ("nvfp4", "nvfp4-permuted"):
-        # The stored global scale already includes 2^126 (float16: 2^14) over the factor of v.
+        # The stored global scale makes up for what codes lack, 2^126 (float16: 2^14); bf16 factors have 2^96 more.
         return 1.0 if half else 2.0**-recipes.NVFP4_SHIFT
     if kind == "fp8":
         return 1.0
-    return float(2**21 if not half else 1 if scaled else 2**9)
+    if not half:
+        return float(2**21)
+    return 1.0 if scaled else float(2**9)
 
 
 @constexpr_function
 def channel_unit(kind, half):
-    """Return the unit of stored scales of output features."""
+    """Return the number by which stored per-channel scales have to be multiplied."""
     if kind == "fp8":
         return 2.0**-8 if half else 2.0**-120
     return 1.0
@@ -44,7 +47,7 @@ def load_words(
 ):
     """Load SLABS slabs of words of a slot of `common.word_views`, from slab SLAB on, in `layouts.words`.
 
-    Codes of 2 and 3 bits become those of 4 bits, see `recipes.nibbles`. A wide kernel's warpgroup WG takes its tiles.
+    Codes of 2 and 3 bits become those of 4 bits, see `recipes.nibbles`. WG: a wide kernel's warpgroup.
     """
     if KIND == "uint2":
         given = (_rows_of(view, slot, SLAB // 2, SLABS // 2, KIND, WIDE, WG),)
@@ -88,53 +91,57 @@ def step_operand(
     WIDE: gl.constexpr, TOKENS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr, SLABS: gl.constexpr,
     OLD: gl.constexpr = False, OPERAND: gl.constexpr = None,
 ):
-    """Return the left operand of 16 SLABS rows of k: (code - zero point) * scale if SCALED, over `undo`.
+    """Return the left operand of SLABS slabs of 16 rows of k: (code - zero point) * scale / `undo`.
 
-    `words` is uint8 in `layouts.words` of SLABS (two or four) slabs. Scales (as stored, layout `layouts.scales` without
-    t) and `zero_offsets` belong to the lower and the upper 32 rows; two slabs use the first ones only. Scales of NVFP4
-    are pairs, one per slab of those rows; those of KIND e2m1 are e8m0 bytes and always SCALED. HALF: whether
-    activations are float16 instead of bf16. OLD: whether the GPU is older than sm_90. OPERAND: layout of the result,
-    or None for wgmma's.
+    Args:
+        words: uint8 in `layouts.words`.
+        first_scale, second_scale: scales of the lower and the upper 32 rows, as stored; `layouts.scales` without t.
+            NVFP4 has pairs, one scale per slab. KIND e2m1 has e8m0 bytes, and they always multiply.
+        first_zero, second_zero: `zero_offsets` of the lower and the upper 32 rows.
+        SCALED: whether weights are multiplied by scales; otherwise the factor `scale` is missing.
+        SLABS: 2 or 4; 2 slabs use the first scales and zeros only.
+        OLD: whether the GPU is older than sm_90.
+        OPERAND: layout of the result, or None for wgmma's.
     """
     if KIND == "nvfp4" or KIND == "nvfp4-permuted":
-        factors = _beside_slabs(first_scale, second_scale, HALF, WIDE, SLABS, OLD)
+        factors = _expand_slabs(first_scale, second_scale, HALF, WIDE, SLABS, OLD)
         weights = _unpack((words, factors), KIND, HALF, "power", OLD)
     elif KIND == "e2m1" or KIND == "e2m1-permuted" or KIND == "mxfp8":
-        operands = (words, _beside_powers(first_scale, second_scale, KIND, WIDE, SLABS, OLD))
+        operands = (words, _expand_powers(first_scale, second_scale, KIND, WIDE, SLABS, OLD))
         weights = _unpack(operands, KIND, HALF, "power", OLD)
     elif KIND == "fp8":
         if SCALED:
-            factors = _beside_spread(first_scale, second_scale, KIND, WIDE, SLABS)
+            factors = _expand_spread(first_scale, second_scale, KIND, WIDE, SLABS)
             weights = _unpack((words, factors), KIND, HALF, "power", OLD)
         else:
             weights = _unpack((words,), KIND, HALF, "unit", OLD)
     elif not SCALED:
         if ZEROS:
-            weights = _unpack((words, _beside(first_zero, second_zero, KIND, WIDE, SLABS)), KIND, HALF, "offset", OLD)
+            weights = _unpack((words, _expand(first_zero, second_zero, KIND, WIDE, SLABS)), KIND, HALF, "offset", OLD)
         else:
             weights = _unpack((words,), KIND, HALF, "plain", OLD)
     elif ZEROS:
-        zero = _beside(first_zero, second_zero, KIND, WIDE, SLABS)
+        zero = _expand(first_zero, second_zero, KIND, WIDE, SLABS)
         if first_scale.dtype == gl.float16 and not HALF:
-            high, low = _beside_parts(first_scale, second_scale, KIND, WIDE, SLABS)
+            high, low = _expand_parts(first_scale, second_scale, KIND, WIDE, SLABS)
             weights = _unpack((words, zero, high, low), KIND, HALF, "offset split", OLD)
         else:
-            scale = _beside_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)
+            scale = _expand_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)
             weights = _unpack((words, zero, scale), KIND, HALF, "offset scaled", OLD)
     elif HALF:
         weights = _unpack(
-            (words, _beside_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)), KIND, HALF, "scaled", OLD
+            (words, _expand_plain(first_scale, second_scale, KIND, HALF, WIDE, SLABS)), KIND, HALF, "scaled", OLD
         )
     elif first_scale.dtype == gl.float16:
-        high, low = _beside_parts(first_scale, second_scale, KIND, WIDE, SLABS)
+        high, low = _expand_parts(first_scale, second_scale, KIND, WIDE, SLABS)
         weights = _unpack((words, high, low), KIND, HALF, "split", OLD)
     else:
         low1, high1, zero1 = _folded(first_scale, KIND, OLD)
         low2, high2, zero2 = _folded(second_scale, KIND, OLD)
-        low = _beside_spread(low1, low2, KIND, WIDE, SLABS)
-        high = _beside_spread(high1, high2, KIND, WIDE, SLABS)
+        low = _expand_spread(low1, low2, KIND, WIDE, SLABS)
+        high = _expand_spread(high1, high2, KIND, WIDE, SLABS)
         weights = _unpack(
-            (words, low, high, _beside_spread(zero1, zero2, KIND, WIDE, SLABS)), KIND, HALF, "folded", OLD
+            (words, low, high, _expand_spread(zero1, zero2, KIND, WIDE, SLABS)), KIND, HALF, "folded", OLD
         )
     return _as_left_operand(weights, KIND, WIDE, TOKENS, SLABS, OPERAND)
 
@@ -143,8 +150,8 @@ def step_operand(
 def zero_offsets(word, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr):
     """Decode zero points of a lane's columns to -z in the unit of unscaled weights.
 
-    `word` is int32 `[pair, tile and g, t, words]`: the zero-point word of a lane (wide 4-bit: shifted so that fields
-    j0 = 0, h = 0 are lowest; wide 8-bit: that of its j1), or its two words (narrow 8-bit: by j1).
+    `word` is int32 `[pair, tile and g, t, words]`. Narrow kernels pass one word per lane; of 8-bit zero points two,
+    by j1. Wide kernels pass one: 4-bit words shifted so that field j0 = 0, h = 0 is lowest, or 8-bit words of one j1.
     """
     if KIND == "uint8":
         fields = gl.join(word, word >> 8)  # .., j0
@@ -154,8 +161,8 @@ def zero_offsets(word, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexp
         if not WIDE:
             fields = gl.join(fields, fields >> 8).permute([0, 1, 2, 3, 5, 4])
         fields = gl.join(fields, fields >> 16) & 15  # .., j1, j0, h
-    one: gl.constexpr = -1.0 / undo("uint4", HALF, False)
-    values = (fields.to(gl.float32) * one).to(gl.float16 if HALF else gl.bfloat16)
+    unit: gl.constexpr = -1.0 / undo("uint4", HALF, False)
+    values = (fields.to(gl.float32) * unit).to(gl.float16 if HALF else gl.bfloat16)
     return gl.convert_layout(values.reshape([2, 8 if WIDE else 16, 4, 8]), layouts.scales(WIDE), assert_trivial=True)
 
 
@@ -178,7 +185,7 @@ def _unpack(operands, KIND: gl.constexpr, HALF: gl.constexpr, HOW: gl.constexpr,
 
 @gluon.jit
 def _folded(scale, KIND: gl.constexpr, OLD: gl.constexpr):
-    """Return factors of codes in the lowest and in the next four bits, and the zero point, for bf16 scales."""
+    """Return bf16 scales as the factors of recipe `folded`: for bits 0 to 3, for bits 4 to 7, and the zero point."""
     return gl.inline_asm_elementwise(
         recipes.scale_factors(KIND, OLD),
         "=&r,=&r,=&r,r",
@@ -199,14 +206,14 @@ def _spread(value, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def _beside(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
-    """Spread values of columns over the bytes of SLABS slabs of words.
+def _expand(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    """Expand values per column to values per byte of SLABS slabs of words.
 
     `first` and `second` belong to the lower and the upper two slabs, and are equal if one group spans all four.
     """
     x = gl.join(first, second) if SLABS == 4 else first
     x = gl.join(x, x)
-    x = gl.join(x, x)  # pair, tile and g, t, j and h, (upper slabs,) slab, two bytes of four
+    x = gl.join(x, x)  # pair, tile and g, t, j and h, (upper slabs,) slab, 2 bytes
     if layouts.bits(KIND) == 8:
         x = gl.join(x, x)
         x = x.permute([0, 4, 5, 1, 2, 3, 6, 7] if SLABS == 4 else [0, 4, 1, 2, 3, 5, 6])
@@ -217,25 +224,25 @@ def _beside(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.con
 
 
 @gluon.jit
-def _beside_spread(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
-    return _beside(_spread(first, WIDE), _spread(second, WIDE), KIND, WIDE, SLABS)
+def _expand_spread(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    return _expand(_spread(first, WIDE), _spread(second, WIDE), KIND, WIDE, SLABS)
 
 
 @gluon.jit
-def _beside_plain(first, second, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
-    """Spread scales in the activations' type; float16 scales, below 128, times 2^9, which unscaled weights lack."""
+def _expand_plain(first, second, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    """Expand scales in the activations' type; float16 scales (below 128) take on the 2^9 of `undo`."""
     if HALF:
         first = (first.to(gl.float32) * 512.0).to(gl.float16)
         second = (second.to(gl.float32) * 512.0).to(gl.float16)
-    return _beside_spread(first, second, KIND, WIDE, SLABS)
+    return _expand_spread(first, second, KIND, WIDE, SLABS)
 
 
 @gluon.jit
-def _beside_parts(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
-    """Spread float16 scales as sums of two bf16 numbers."""
+def _expand_parts(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    """Expand float16 scales, each as the sum of two bf16 numbers."""
     high1, low1 = _parts(first)
     high2, low2 = _parts(second)
-    return _beside_spread(high1, high2, KIND, WIDE, SLABS), _beside_spread(low1, low2, KIND, WIDE, SLABS)
+    return _expand_spread(high1, high2, KIND, WIDE, SLABS), _expand_spread(low1, low2, KIND, WIDE, SLABS)
 
 
 @gluon.jit
@@ -246,8 +253,8 @@ def _parts(scale):
 
 
 @gluon.jit
-def _beside_powers(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
-    """Spread factors of e8m0 bytes over the bytes of SLABS slabs of words."""
+def _expand_powers(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
+    """Expand the factors of e8m0 bytes to one per byte of SLABS slabs of words."""
     x = _powers(_spread(first, WIDE), KIND, WIDE, OLD)
     x = gl.join(x, _powers(_spread(second, WIDE), KIND, WIDE, OLD)) if SLABS == 4 else x
     x = gl.join(x, x)  # pair, tile and g, t, j and h and k, (upper slabs,) slab
@@ -261,8 +268,8 @@ def _beside_powers(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS:
 
 
 @gluon.jit
-def _beside_slabs(first, second, HALF: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
-    """Spread factors of NVFP4's scale bytes, a pair per 32 rows, over the bytes of SLABS slabs of words."""
+def _expand_slabs(first, second, HALF: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
+    """Expand the factors of NVFP4's scale bytes, a pair per 32 rows, to one per byte of SLABS slabs of words."""
     lower = _factors(_spread(first[0], WIDE), HALF, WIDE, OLD)
     x = gl.join(lower, _factors(_spread(first[1], WIDE), HALF, WIDE, OLD))
     if SLABS == 4:
@@ -296,8 +303,8 @@ def _powers(scale, KIND: gl.constexpr, WIDE: gl.constexpr, OLD: gl.constexpr):
 
 @gluon.jit
 def _both_halves(zero, one, WIDE: gl.constexpr):
-    """Combine factors of h = 0 and h = 1 in the order of the codes."""
-    # Results have j0 and k in the places of the bytes' h and j0.
+    """Join factors of h = 0 and of h = 1, and sort them as the codes are."""
+    # A byte had the axes .., h, j0; its factors have j0 and k in their places, and h is joined last.
     x = gl.join(zero, one).reshape([2, 8 if WIDE else 16, 4, 2, 2, 2, 2])  # pair, tile and g, t, j1, j0, k, h
     return x.permute([0, 1, 2, 3, 4, 6, 5]).reshape([2, 8 if WIDE else 16, 4, 16])
 
@@ -309,7 +316,7 @@ def _as_left_operand(
     """Reorder dequantised words to the left operand, which only renames registers."""
     tiles: gl.constexpr = [8, 4, 2, 2, 2] if WIDE else [2, 8, 4, 4, 2]  # g t j1 j0 h or tile g t j h
     x = x.reshape([2, SLABS, tiles[0], tiles[1], tiles[2], tiles[3], tiles[4], 2, 2])
-    # pair, slab, tiles.., then k 0/1 and k 0/8, which 8-bit codes have in the other order
+    # axes: pair, slab, tiles.., then k 0/1 and k 0/8; for 8-bit codes k 0/8 and k 0/1
     odd: gl.constexpr = 8 if layouts.bits(KIND) == 8 else 7
     upper: gl.constexpr = 15 - odd
     if WIDE:

@@ -30,7 +30,7 @@ _PROJECTIONS = {
     ),
     "NemotronHForCausalLM": ("up_proj", "None", "down_proj"),
 }  # fmt: skip
-#: Formats whose groups quantise activations: weights without `input_activations` have to be floats.
+#: Formats of quantised activations. In their groups, integer weights need `input_activations`.
 _ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 
 
@@ -89,7 +89,7 @@ def _block(shape: Any) -> tuple[int, ...] | None:
     except ValueError:
         sizes = ()
     if sizes is not None and not (isinstance(sizes, list) and [type(size) for size in sizes] == [int, int]):
-        text = f"compressed-tensors refuses it: block_structure {shape!r} is not two sizes"
+        text = f"compressed-tensors refuses the config: block_structure {shape!r} is not two sizes"
         refuse(text, error="ValidationError")
     return None if sizes is None else tuple(sizes)
 
@@ -108,7 +108,7 @@ def _validate(row: Arguments) -> None:
     )
     for wrong, text in checks:
         if wrong:
-            refuse(f"compressed-tensors refuses it: {text}", error="ValidationError")
+            refuse(f"compressed-tensors refuses the config: {text}", error="ValidationError")
 
 
 def _entry_matches(entry: str, name: str, engine_name: str) -> bool:
@@ -118,7 +118,7 @@ def _entry_matches(entry: str, name: str, engine_name: str) -> bool:
 #: Name and content of a config group.
 Group = tuple[str, Mapping[str, Any]]
 
-#: Class of the experts' module in the engine. It counts as a linear layer unless a target names it.
+#: Class of the experts' module in the engine. Target `Linear` includes it unless another target names it.
 _EXPERTS_CLASS = "RoutedExperts"
 
 
@@ -295,7 +295,7 @@ def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | Non
 
 
 def _wna16_built_in(question: ConfigQuestion, weights: Arguments) -> Method | None:
-    """Return the method that has its own kernel before 0.27.0, for shapes that Marlin refuses and on ROCm, or None."""
+    """Return the method with its own kernel: before 0.27.0, on ROCm or for shapes that Marlin refuses; else None."""
     rocm = question.platform == "rocm"
     group = -1 if weights.group is None else weights.group
     ordered = weights.strategy == "group" and weights.actorder in ("group", "dynamic")
@@ -354,14 +354,14 @@ def _fp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None,
         activation = "kFp8Dynamic128Sym"
     elif inputs.strategy == "token":
         activation = "kFp8DynamicTokenSym"
-    else:  # activations per tensor: the engine gives dynamic ones the key of blocks
+    else:  # activations per tensor; the engine's key for dynamic ones is the key of blocks
         activation = "kFp8Dynamic128Sym" if inputs.dynamic else "kFp8StaticTensorSym"
     block = (weights.block[0], weights.block[1]) if weights.block else None
     return Method("CompressedTensorsW8A8Fp8MoEMethod", "fp8", "ct", weight, activation, 8, -1, block=block)
 
 
 def _int8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
-    if inputs is None:  # the engine reads the bits of the missing activations
+    if inputs is None:  # the engine reads `.num_bits` of None
         refuse(f"weights {_words(weights)} need input activations", error="AttributeError")
     if weights.bits != 8 or inputs.bits != 8 or not weights.symmetric or weights.dynamic:
         return None

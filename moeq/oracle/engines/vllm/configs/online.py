@@ -18,7 +18,7 @@ ONLINE = {
     "mxfp4": "0.28.0",
     "fp8": "0.31.0",
 }
-#: Method -> file beside the weights in which the engine looks for the method's config, too.
+#: Method -> file beside the weights that the engine searches for the config if config.json has none.
 _FILES = {
     **dict.fromkeys(("gptq", "auto_gptq", "gptq_marlin", "moe_wna16"), "quantize_config.json"),
     **dict.fromkeys(("awq", "auto_awq", "awq_marlin"), "quant_config.json"),
@@ -33,7 +33,7 @@ def is_online(policy: EnginePolicy, name: str | None) -> bool:
 
 
 def read_online(question: ConfigQuestion) -> Method:
-    """Return the method that quantises experts of bf16 while they load; `experts_int8` may also be declared.
+    """Return the method that quantises experts of bf16 while they load; a config may declare `experts_int8`, too.
 
     Raises ConfigRefusal if the name needs a config that the checkpoint does not have.
     """
@@ -75,7 +75,7 @@ def read_online(question: ConfigQuestion) -> Method:
 
 
 def _nvfp4(question: ConfigQuestion) -> Method:
-    """Return NVFP4 with one activation scale per token, which only SM 10.x runs."""
+    """Return the method for NVFP4 with one activation scale per token, which only SM 10.x runs."""
     gpu = question.probe.gpu
     if gpu.capability is None or gpu.platform != "cuda" or gpu.capability[0] != 10:
         refuse(f"nvfp4_per_token needs a GPU of compute capability 10.x, this is {gpu.name}")
