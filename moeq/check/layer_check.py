@@ -14,7 +14,7 @@ from moeq.check.comparison import ProductComparison
 from moeq.check.diagnose import Evidence, diagnose
 from moeq.check.inputs import Inputs, make_inputs
 from moeq.check.kernel_calls import activations_of, down_products, first_products, fused_layer, kernel_errors
-from moeq.check.results import LayerReport, ProjectionResult, Sample
+from moeq.check.results import LayerReport, ProjectionResult, Sample, Timing
 from moeq.check.timing import time_runs
 from moeq.check.whole_layer import LayerComparison, Passage, pass_16bit, pass_fp8, pass_int8
 from moeq.checkpoint.manifest import LayerEntry, Projection, stacked_role
@@ -144,8 +144,7 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
     with kernel_errors():
         output, unequal, repeated = _run_fused(check, packed, inputs, advance) if check.fused else (None, (), 0)
         products = _run_products(check, packed, inputs)
-    timed = check.device.type == "cuda" and check.fused
-    timings = time_runs(packed, inputs, check.activation, layer) if timed else ()
+    timings = _timings(check, packed, inputs)
     del packed
 
     whole = LayerComparison(inputs, check.widths["down"], check.dtype)
@@ -168,6 +167,13 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
         found.append(loss.result(layer, check.k_of("up")))
     done = replace(sample, runs=tuple(run for run, _ in inputs.runs))
     return LayerReport(done, tuple(found), repeated, unequal, timings)
+
+
+def _timings(check: LayerCheck, packed: Sequence[PackedPart], inputs: Inputs) -> tuple[Timing, ...]:
+    """Time the runs of the fused layer on a GPU; elsewhere, and where it does not run, there is nothing to time."""
+    if check.device.type != "cuda" or not check.fused:
+        return ()
+    return time_runs(packed, inputs, check.activation, check.entry.layer)
 
 
 def passage(check: LayerCheck, kind: str, x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]]) -> Passage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +140,69 @@ def test_passages_by_the_kind_of_activations(monkeypatch: pytest.MonkeyPatch) ->
     assert told == [
         ("pass_fp8", 5, {"group": 16, "tensor_cores": False}), ("pass_int8", 5, {}), ("pass_16bit", 5, {}),
     ]  # fmt: skip
+
+
+def test_a_fused_layer_is_timed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(layer_check, "time_runs", lambda *given: told.append(given) or ("a time",))
+    on_gpu = check(device=torch.device("cuda"))
+    assert layer_check._timings(on_gpu, ["part"], "inputs") == ("a time",)  # type: ignore[arg-type, list-item]
+    assert told == [(["part"], "inputs", Activation(), 7)]
+    for other in (check(), check(device=torch.device("cuda"), fused=False)):
+        assert layer_check._timings(other, [], "inputs") == ()  # type: ignore[arg-type]
+    assert len(told) == 1
+
+
+def runs_of_tokens(*counts: int) -> Inputs:
+    stops = list(itertools.accumulate(counts))
+    runs = tuple((Run(count), slice(stop - count, stop)) for count, stop in zip(counts, stops, strict=True))
+    total, generator = stops[-1], torch.Generator().manual_seed(0)
+    ids = torch.randint(3, (total, 2), generator=generator)
+    return Inputs(torch.randn(total, 32, generator=generator).bfloat16(), torch.ones(total, 2), ids, runs)
+
+
+@pytest.mark.parametrize(("device", "repeated"), [("cpu", 1), ("cuda", 3)])
+def test_runs_that_are_repeated(device: str, repeated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU repeats every run, Triton's interpreter the first one, whose second call differs here in one bit."""
+    calls: list[int] = []
+
+    def fused(packed: Any, x: torch.Tensor, weights: Any, ids: Any, activation: Any) -> torch.Tensor:
+        calls.append(len(x))
+        return torch.full((len(x), 20), 1.0 if len(calls) == 2 else 1.0078125).bfloat16()
+
+    monkeypatch.setattr(layer_check, "fused_layer", fused)
+    labels: list[str] = []
+    asked = check(device=torch.device(device))
+    output, unequal, count = layer_check._run_fused(asked, [], runs_of_tokens(1, 4, 3), labels.append)
+    assert (output.shape, unequal, count) == ((8, 16), ("1 token",), repeated)
+    assert calls == ([1, 1, 4, 4, 3, 3] if device == "cuda" else [1, 1, 4, 3])
+    assert labels == ["layer 7, 1 token", "layer 7, 4 tokens", "layer 7, 3 tokens"]
+
+
+@pytest.mark.parametrize(("device", "launches"), [("cpu", [8]), ("cuda", [1, 4, 3])])
+def test_products_run_by_run_or_at_once(device: str, launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch costs most in the interpreter; numbers that are none become 0 before they go into down."""
+    calls: list[tuple[int, int]] = []
+
+    def first(packed: Any, x: torch.Tensor, ids: torch.Tensor, width: int) -> dict[str, torch.Tensor]:
+        pairs = x.float().repeat_interleave(ids.shape[1], dim=0)[:, :width]
+        return {"gate": pairs, "up": pairs.masked_fill(pairs > 1, float("inf"))}
+
+    def down(packed: Any, hidden: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
+        calls.append((len(hidden), len(ids)))
+        return hidden.float() * 2
+
+    monkeypatch.setattr(layer_check, "first_products", first)
+    monkeypatch.setattr(layer_check, "down_products", down)
+    asked, inputs = check(device=torch.device(device)), runs_of_tokens(1, 4, 3)
+    found = layer_check._run_products(asked, [], inputs)
+    assert calls == [(2 * tokens, tokens) for tokens in launches]
+    gate = inputs.x.float().repeat_interleave(2, dim=0)[:, :8]
+    hidden = (torch.nn.functional.silu(gate) * gate).masked_fill(gate > 1, 0.0).bfloat16()
+    assert torch.equal(found.hidden, hidden)
+    assert torch.equal(found.actual["down"], 2 * hidden.float())
+    assert torch.equal(found.actual["gate"], gate)
+    assert sorted(found.actual) == ["down", "gate", "up"]
 
 
 def test_what_a_failing_expert_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:

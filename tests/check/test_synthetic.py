@@ -214,6 +214,14 @@ def test_codes_are_where_the_formats_say() -> None:
         assert torch.equal((gptq[row // 8].long() >> 4 * (row % 8)) & 15, codes[row])
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "blocks"), [(64, 128, (1, 1)), (129, 256, (2, 2)), (128 * 129, 2, (129, 1)), (2, 128 * 129, (1, 129))]
+)
+def test_blocks_are_128_rows_and_columns(n: int, k: int, blocks: tuple[int, int]) -> None:
+    made = synthetic._fp8_block("p.", n, k, torch.Generator().manual_seed(0))
+    assert {name: tuple(one.shape) for name, one in made.items()} == {"p.weight": (n, k), "p.weight_scale_inv": blocks}
+
+
 def test_stacked_experts_have_the_whole_range(tmp_path: Path) -> None:
     (recipe,) = (one for one in RECIPES if one.name == "mxfp4")
     recipe.write(tmp_path / "made")
