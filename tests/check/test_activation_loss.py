@@ -15,6 +15,7 @@ from moeq.check.inputs import Inputs
 from moeq.check.layer_check import LayerCheck, _groups, _suspects, emulated_input
 from moeq.check.results import Run, Sample
 from moeq.check.whole_layer import pass_16bit, pass_fp8, pass_int8
+from moeq.errors import MoeqError
 from moeq.reference.arithmetic import emulate_fp8, emulate_int8, quantize_rows, quantize_rows_e4m3
 from moeq.reference.moe import Activation, Expert, Linear, activate, rounded
 
@@ -229,3 +230,20 @@ def test_groups_of_input_features() -> None:
         reference = SimpleNamespace(matrix=lambda *given, asked=asked, matrix=matrix: asked.append(given) or matrix)
         assert _groups(check(reference=reference), 4, "up").tolist() == wanted
         assert asked == [(7, 4, "up")]
+
+
+@pytest.mark.parametrize(("parts", "group", "refused"), [(2, 48, True), (1, 48, False), (2, 16, False)])
+def test_ranks_that_quantise_their_own_share_of_a_row(parts, group, refused, monkeypatch) -> None:
+    """Two ranks would find other scales of a row of down than one: its whole row shares one."""
+    spec = {"gated": True, "n": 16, "element": "e4m3"}
+    matrices = {
+        "w13": SimpleNamespace(spec=SimpleNamespace(k=64, group_size=32, **spec)),
+        "w2": SimpleNamespace(spec=SimpleNamespace(k=48, group_size=group, **spec)),
+    }
+    entry = SimpleNamespace(layer=7, layout="marlin-fp8/1", matrices=matrices)
+    monkeypatch.setattr(layer_check, "make_inputs", lambda *given: runs_of_tokens(1))
+    monkeypatch.setattr(layer_check, "load_packed", lambda *given: [None] * parts)
+    with pytest.raises(MoeqError if refused else AttributeError) as caught:  # None has nothing to quantise
+        layer_check.check_layer(check(entry=entry, activation_dtype="fp8"), lambda label: None)
+    if refused:
+        assert (caught.value.code, caught.value.hint) == ("answer.no-kernel", "check a conversion for one rank")
