@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.test_manifest import manifest
 from refusing import refuses
 from update.made import W2, W13, made
 
 import moeq
+from moeq.load.rank_reading import Window
+from moeq.load.ranks import Rank, plan_rank
+from moeq.model.shards import Range
 from moeq.schemes.base import Scheme
 from moeq.update.device import Gather, obstacle
-from moeq.update.layers import WritableLayer, snapshot_digest
+from moeq.update.layers import WritableLayer, _features, snapshot_digest
 
 LAYOUT = "marlin-wna16/1"
 HINT = "pass the tensors that moeq.load_tensors returns for this rank"
@@ -151,3 +155,17 @@ def test_experts_that_are_quantised_and_written_together(scheme: Scheme) -> None
     assert not together(made("rdna3-int4/1", scheme)), "its zero points arrange no tensor"
     orders = [(0, 1), (1, 0), (0, 0), (2, 7)]
     assert [together(replace(layer, experts=order)) for order in orders] == [True, False, False, True]
+
+
+def test_intermediate_features_of_a_rank() -> None:
+    """All of them; those that its file holds; those of its window, without the padding at the end."""
+    padded, by_rank = manifest().layers
+    w2 = padded.matrices["w2"]
+    whole = replace(padded, matrices={**padded.matrices, "w2": replace(w2, spec=replace(w2.spec, k=100))})
+    assert _features(whole, plan_rank(whole, Rank())) == Range(0, 100)
+    parts = [plan_rank(by_rank, Rank(number, 2)) for number in range(2)]
+    assert [_features(by_rank, part) for part in parts] == [Range(0, 64), Range(64, 128)]
+    part = parts[0]
+    for window, found in (((0, 64), Range(0, 64)), ((64, 128), Range(64, 100)), ((128, 192), Range(100, 100))):
+        cut = replace(part.matrices["w2"], window=Window((0, 256), window))
+        assert _features(whole, replace(part, matrices={**part.matrices, "w2": cut})) == found

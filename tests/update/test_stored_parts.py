@@ -71,3 +71,17 @@ def test_stored_codes_keep_their_sign(name: str, layout: str, bits: int, sign: i
     assert found is not None
     packings = [write.packing for write in found]
     assert [(one.per, one.sign) for one in packings] == [(8 * codes.itemsize // bits, sign), (1, 0)]
+
+
+@pytest.mark.parametrize(("interleaved", "read"), [(False, True), (True, False), (None, False)])
+def test_fused_rows_are_read_where_gate_comes_before_up(interleaved: bool | None, read: bool, checkpoints) -> None:
+    scheme = moeq.open(checkpoints / "ct-mxfp4-qwen3moe").scheme_of(0)
+    layer = made("moeq-mxfp4/1", scheme, *specs(element="e2m1", scale_dtype="e8m0"), interleaved=interleaved)
+    parts = {
+        "weight_packed": torch.ones(256, 128, dtype=torch.uint8),
+        "weight_scale": torch.full((256, 8), 120, dtype=torch.uint8),
+    }
+    found = Gather(layer, "w13").stored({"gate_up": parts}, [0, 1])
+    assert (found is not None) == read
+    apart = {name: {part: one[:128] for part, one in parts.items()} for name in ("gate", "up")}
+    assert len(Gather(layer, "w13").stored(apart, [0, 1]) or []) == 4, "codes and scales of two rows"
