@@ -82,7 +82,7 @@ def _asked(
     deployment = asked_deployment(given)
     if deployment is None:
         return None, None
-    found = advised(checkpoint, Question(deployment), explain=True)
+    found = advised(checkpoint, Question(deployment))
     unusable = (fault for layer in info.moe_layers for fault in checkpoint.scale_faults(layer) if fault.is_stored)
     document["checkpoint"]["odd"] += [f"data.activation-scale: {fault.text}" for fault in unusable]
     facts = document["deployment"] = advice(src, checkpoint, found)
