@@ -300,6 +300,9 @@ def test_shards_make_the_same_bytes(checkpoints: Path, tmp_path: Path) -> None:
     source = checkpoints / "awq-int4-g32-qwen3moe"
     transcode(source, tmp_path / "whole", "compressed-tensors")
     parts = [transcode(source, tmp_path / "out", "compressed-tensors", shard=f"{index}/3") for index in range(3)]
+    assert [(part.projections, part.written, str(part.shard)) for part in parts] == [
+        (0, False, f"{index}/3") for index in range(3)
+    ]
     assert not any(part.written for part in parts)
     assert transcode(source, tmp_path / "out", "compressed-tensors").resumed_units == len(parts[0].plan.units)
     for file in (tmp_path / "whole").iterdir():
