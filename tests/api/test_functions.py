@@ -321,3 +321,5 @@ def test_a_transcoding_in_memory_gets_its_options(monkeypatch: pytest.MonkeyPatc
     given: dict[str, Any] = {"revision": "r", "workers": 2, "max_memory": 5, "names": "plain"}
     assert moeq.transcode("src", to="compressed-tensors", check_only=True, progress=print, **given) == "done"
     assert seen == [{**given, "advance": None}]
+    moeq.transcode("src", to="compressed-tensors", check_only=True, progress=True, **given)
+    assert callable(seen[1]["advance"]), "a bar"

@@ -478,3 +478,13 @@ def test_parts_that_a_shard_computes_anew_are_cut_in_memory(checkpoints, tmp_pat
             cut = layout.slice_parts(one, matrix.stored.padded_spec, n=matrix.window.n, k=matrix.window.k)
             assert cut.keys() == found.keys()
             assert all(torch.equal(found[name][row], tensor) for name, tensor in cut.items()), (role, row)
+
+
+def test_experts_that_follow_each_other_are_not_copied(converted, monkeypatch) -> None:
+    """A copy of a layer would not fit beside it on a full GPU."""
+    folder = converted["gptq-int4-g32-qwen3moe"]
+    wanted = moeq.load_experts(folder, 0)
+    monkeypatch.setattr(torch, "cat", None)
+    found = moeq.load_experts(folder, 0)
+    assert torch.equal(found.w13.weight, wanted.w13.weight)
+    assert torch.equal(found.w2.scale, wanted.w2.scale)
