@@ -1,7 +1,7 @@
-"""Measure the rates of this machine's GPU in some ten seconds: `python -m moeq_kernels.calibrate [--out FILE]`.
+"""Measure the rates of this machine's GPU in about ten seconds: `python -m moeq_kernels.calibrate [--out FILE]`.
 
-Prints one JSON object: the fields of `gpu.Gpu`, and what was measured beside the data sheet, in bytes and operations a
-second and in microseconds.
+Prints one JSON object: the fields of `gpu.Gpu`, and under `measured` the measured rates, in bytes and operations a
+second, and latencies, in microseconds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 from moeq_kernels.gpu import gpu_of
 
-#: Bytes beyond any L2 cache; bytes within the smallest one; rows, columns and depth of the matrix products.
-FAR_BYTES, NEAR_BYTES, SIZE = 4 << 30, 16 << 20, 8192
+#: Bytes that exceed every L2 cache; bytes that fit every L2 cache; rows, columns and depth of the matrix products.
+BEYOND_L2_BYTES, WITHIN_L2_BYTES, SIZE = 4 << 30, 16 << 20, 8192
 
 
 def replayed_us(call: Callable[[], object], count: int) -> float:
@@ -40,25 +40,25 @@ def replayed_us(call: Callable[[], object], count: int) -> float:
     return statistics.median(times[2:])
 
 
-def each_us(call: Callable[[], object], count: int) -> float:
+def call_us(call: Callable[[], object], count: int) -> float:
     """Return the microseconds of a call that follows others in a graph."""
     return (replayed_us(call, count + 1) - replayed_us(call, 1)) / count
 
 
 def measure(device: torch.device) -> dict[str, object]:
     """Return the fields of a CUDA device's `Gpu`, and the rates that were measured on it."""
-    beyond_l2 = torch.ones(FAR_BYTES // 4, dtype=torch.int32, device=device)
-    within_l2, word = beyond_l2[: NEAR_BYTES // 4], beyond_l2[:1].clone()
+    beyond_l2 = torch.ones(BEYOND_L2_BYTES // 4, dtype=torch.int32, device=device)
+    within_l2, word = beyond_l2[: WITHIN_L2_BYTES // 4], beyond_l2[:1].clone()
     matrix, scale = torch.randn(SIZE, SIZE, device=device), torch.ones((), device=device)
     bf16, int8, e4m3 = matrix.bfloat16(), (40 * matrix).to(torch.int8), matrix.to(torch.float8_e4m3fn)
-    handover = each_us(lambda: word.add_(1), 200)
+    handover = call_us(lambda: word.add_(1), 200)
     measured = {
-        "read": 1e6 * FAR_BYTES / each_us(lambda: torch.max(beyond_l2), 2),
-        "l2": 1e6 * NEAR_BYTES / max(1e-3, each_us(lambda: torch.max(within_l2), 50) - 2 * handover),
-        "bf16": 2e6 * SIZE**3 / each_us(lambda: bf16 @ bf16.T, 4),
-        "int8": 2e6 * SIZE**3 / each_us(lambda: torch._int_mm(int8, int8.T), 4),
+        "read": 1e6 * BEYOND_L2_BYTES / call_us(lambda: torch.max(beyond_l2), 2),
+        "l2": 1e6 * WITHIN_L2_BYTES / max(1e-3, call_us(lambda: torch.max(within_l2), 50) - 2 * handover),
+        "bf16": 2e6 * SIZE**3 / call_us(lambda: bf16 @ bf16.T, 4),
+        "int8": 2e6 * SIZE**3 / call_us(lambda: torch._int_mm(int8, int8.T), 4),
         "e4m3": 2e6 * SIZE**3
-        / each_us(lambda: torch._scaled_mm(e4m3, e4m3.T, scale, scale, out_dtype=torch.bfloat16), 4),
+        / call_us(lambda: torch._scaled_mm(e4m3, e4m3.T, scale, scale, out_dtype=torch.bfloat16), 4),
         "launch": replayed_us(lambda: word.add_(1), 1),
         "handover": handover,
     }  # fmt: skip

@@ -37,15 +37,15 @@ class PackedMatrix:
     global_scale: Tensor | None = None
     #: float32 `[1]`, static scale of int8 or e4m3 activations; None quantises every row with a scale of its own.
     input_scale: Tensor | None = None
-    #: Factor by which `marlin-nvfp4` multiplied its scales; kernels do not need it. Layers prepared for e4m3
-    #: activations beside MXFP4 keep their factors here, float32 `[E, n]`.
+    #: Factor by which `marlin-nvfp4` multiplied its scales; kernels do not need it. MXFP4 layers that are prepared for
+    #: e4m3 activations have float32 `[E, n]` here: factors of the output features.
     scale_factor: Tensor | None = None
     #: Third bit of int3 codes `[E, ...]`, whose lower two are in `weight`; otherwise None.
     weight_high: Tensor | None = None
-    #: uint8 in the order of `scale`, shifts of e5m2 exponents in layers prepared for e4m3 activations beside MXFP4;
+    #: uint8 in the order of `scale`: shifts of e5m2 exponents, in MXFP4 layers that are prepared for e4m3 activations;
     #: otherwise None.
     exponent_shift: Tensor | None = None
-    #: `fp8` if rows of x are quantised to e4m3, with one scale per row, or one per group of the weights; empty for the
+    #: `fp8` if x is quantised to e4m3, with one scale per row, or per row and group of the weights; empty for the
     #: activation dtype that the layout implies.
     activation_dtype: str = ""
 

@@ -1,4 +1,4 @@
-"""The commands that decide and write, as functions. Errors are `MoeqError`, worded for Python; results are records.
+"""The commands that decide and write, as functions. Errors are `MoeqError` and name Python arguments.
 
 Deployment options are keywords of the same names (`gpu="H100", tp=2`), or one `Deployment`, or both: keywords win.
 """
@@ -101,8 +101,8 @@ def decide(
         where: deployment options, such as `gpu="H100", tp=2`.
 
     Raises:
-        MoeqError: `usage.already-converted`; `source.no-top-k`; a refusal that says what fits, if the backend named in
-            the deployment does not; `usage.no-gpu`, `usage.deployment`; `source.*` for a checkpoint that cannot be
+        MoeqError: `usage.already-converted`; `source.no-top-k`; a refusal that lists what fits, if the deployment names
+            a backend that does not fit; `usage.no-gpu`, `usage.deployment`; `source.*` for a checkpoint that cannot be
             read.
     """
     from moeq.model import open as open_checkpoint
@@ -172,7 +172,7 @@ def convert(
         plan: result of `moeq.plan`, or a file of `moeq plan -o`: carry it out, or refuse if it no longer applies.
         workers: threads; None: one per core, at most 8. They do not change the written bytes.
         max_memory: bytes that this process must not exceed, or a text such as `8GiB`; workers are lowered to fit. None:
-            workers are lowered to stay below 1 GiB, if one worker can.
+            workers are lowered to stay below 1 GiB, though one worker may need more.
         shard: do only this shard of the units, `3/8`, and leave publishing to `finalize`. Any number of processes may
             do shards at once if all see `dst` and the source.
         executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.

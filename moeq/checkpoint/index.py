@@ -1,7 +1,7 @@
-"""Which files of a checkpoint hold its tensors: the index, or the files themselves.
+"""Find the file of every tensor of a checkpoint: by the index, or by the files' headers if there is no index.
 
 The index decides. Published checkpoints have stale copies of tensors in other shards. Shard names follow no rule (they
-count from 0 or 1, with any number of digits, or say `model_extra_tensors`), so they are read and never constructed.
+count from 0 or 1, with any number of digits; one is `model_extra_tensors`), so they are read and never constructed.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _overlay_warnings(
         yield CheckpointWarning("index.unlisted", message)
     if shadowed:
         replaced = [entry for entry in stale if entry.name in shadowed]
-        effect = "engines take the same, since its file is the last"
+        effect = "engines take the same copy, since its file is the last"
         if replaced:
             effect = f"engines take the copy of the last listed file ({replaced[0].file}); convert leaves it out"
         message = f"tensors in several files, the index decides: {_listed(sorted(shadowed))}; {effect}"

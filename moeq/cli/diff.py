@@ -9,7 +9,7 @@ import typer
 from moeq.cli import options
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
-from moeq.report.text import more
+from moeq.report.text import print_rest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,14 +52,14 @@ def render(console: Console, found: Difference) -> None:
         console.print(f"  worst     {line(found.worst)}")
     for row in found.differing[:_SHOWN]:
         console.print(f"    {line(row)}")
-    more(console, len(found.differing), _SHOWN, indent=4)
+    print_rest(console, len(found.differing), _SHOWN, indent=4)
     for text in found.missing:
         console.print(f"  {text}")
     if found.tensors:
         console.print(f"  the rest  {found.tensors - len(found.other)} of {found.tensors} tensors are identical")
     for text in found.other[:_SHOWN]:
         console.print(f"    {text}")
-    more(console, len(found.other), _SHOWN, indent=4)
+    print_rest(console, len(found.other), _SHOWN, indent=4)
 
 
 def line(row: ProjectionDifference) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moeq.pipeline.plan_document import Needs
 
 
-#: Bytes per second that estimates assume for the disk: a network disk of a cloud. Local disks are faster.
+#: Disk rate that estimates assume, in bytes per second, as of a cloud's network disk. Local disks are faster.
 DISK_RATE = 300 * 2**20
 
 
@@ -121,7 +121,7 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
 
 
 def _time(plan: Plan, needs: Needs) -> str:
-    """Say how long a conversion takes: as long as the slower of the processors and a disk of DISK_RATE."""
+    """Say how long a conversion takes: the longer of the time to pack and the time of a disk of DISK_RATE."""
     moved = sum(unit.bytes_in for unit in plan.units) + plan.bytes_out
     disk = f"{human_seconds(moved / DISK_RATE)} to read and write at {human_bytes(DISK_RATE)}/s"
     workers = counted(needs.memory.workers, "worker")

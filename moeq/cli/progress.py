@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 30.0
 
-#: Least seconds, and least share that is done, before the time left is estimated.
+#: Lower bounds of the seconds passed, and of the share that is done, for an estimate of the time left.
 MIN_ESTIMATE_SECONDS, MIN_ESTIMATE_SHARE = 3.0, 0.02
 
 #: Seconds over which the present rate is measured.
@@ -37,8 +37,8 @@ class Beat:
     done: int  #: bytes or steps that are done
     total: int
     label: str  #: name of the current work
-    rate: float  #: bytes or steps per second, without what earlier runs had done
-    seconds_left: float | None  #: seconds that the rest takes at that rate; None if unknown
+    rate: float  #: bytes or steps per second of this run
+    seconds_left: float | None  #: seconds that the rest takes at `rate` or the recent rate, if slower; None if unknown
 
     @property
     def percent(self) -> float:
@@ -66,7 +66,7 @@ class ProgressReport:
         self._out, self._title, self._unit, self._quiet, self._on_beat = out, title, unit, quiet, on_beat
         self._bar: RichProgress | None = None
         self._started = time.monotonic()
-        self._before = 0
+        self._done_before = 0
         self._recent: deque[tuple[float, int]] = deque()
         self._now: tuple[int, int, str] | None = None
         self._ended = threading.Event()
@@ -82,7 +82,7 @@ class ProgressReport:
 
     def start(self, before: int) -> None:
         """Count time and rates from here on; `before` was done by earlier runs."""
-        self._started, self._before = time.monotonic(), before
+        self._started, self._done_before = time.monotonic(), before
         self._recent.clear()
 
     def update(self, done: int, total: int, label: str) -> None:
@@ -128,7 +128,7 @@ class ProgressReport:
         self._task = self._bar.add_task(self._title, total=None, facts="")
 
     def _facts(self, beat: Beat, *, counts: bool, rate: bool) -> list[str]:
-        """Return percent, bytes (or steps, with `counts`), rate and time left."""
+        """Return percentage, bytes, rate and time left. Steps have no rate, and their number only with `counts`."""
         parts = [f"{beat.percent:.0f} %"]
         if self._unit == "bytes":
             parts.append(f"{human_bytes(beat.done)} of {human_bytes(beat.total)}")
@@ -153,7 +153,7 @@ class ProgressReport:
     def _measure(self) -> Beat:
         done, total, label = self._now or (0, 0, "preparing")
         now = time.monotonic()
-        elapsed, gained = now - self._started, max(done - self._before, 0)
+        elapsed, gained = now - self._started, max(done - self._done_before, 0)
         rate = gained / max(elapsed, 1e-3)
         while len(self._recent) > 1 and now - self._recent[1][0] > RECENT_SECONDS:
             self._recent.popleft()

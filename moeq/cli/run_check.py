@@ -37,7 +37,7 @@ def command(
     ctx: typer.Context,
     dst: Annotated[str, typer.Argument(metavar="DST", help="Output of `moeq convert`.")],
     source: Annotated[
-        str | None, typer.Option("--source", help="The checkpoint it came from (default: the one its manifest names).")
+        str | None, typer.Option("--source", help="Checkpoint that was converted (default: the one in the manifest).")
     ] = None,
     revision: options.RevisionOption = None,
     layers: Annotated[str | None, typer.Option("--layers", help="Layers, as 0,3,5-7 (default: all on a GPU).")] = None,

@@ -37,7 +37,7 @@ def _literal(shown: Any) -> Any:
 
 
 def _literal_text(text: Text) -> Text:
-    """Make text literal, spans included; only text that is not plain is put together anew."""
+    """Return text with every span sanitised; text that is plain already is returned as it is."""
     if plain(text.plain) == text.plain:
         return text
     ends = sorted({0, len(text), *(end for span in text.spans for end in (span.start, span.end))})

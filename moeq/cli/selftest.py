@@ -26,9 +26,9 @@ def command(
         typer.Argument(metavar="[DST]", help="Output of `moeq convert` (default: small checkpoints of every format)."),
     ] = None,
     source: Annotated[
-        str | None, typer.Option("--source", help="The checkpoint it came from (default: the one its manifest names).")
+        str | None, typer.Option("--source", help="Checkpoint that was converted (default: the one in the manifest).")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the damaged places.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random places to damage.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cuda, or cpu (Triton's interpreter).")] = "auto",
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,

@@ -12,7 +12,7 @@ from moeq.cli.conversion_report import ConversionReport
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
 from moeq.errors import MoeqError
-from moeq.report.text import counted, human_bytes, more
+from moeq.report.text import counted, human_bytes, print_rest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,4 +141,4 @@ def render(console: Console, found: Transcoding) -> None:
         console.print(f"  proof     not exact: {num_equal} of {found.projections} projections equal in every value")
     for loss in found.losses[:_SHOWN]:
         console.print(f"    {loss.text}", markup=False)
-    more(console, len(found.losses), _SHOWN, indent=4)
+    print_rest(console, len(found.losses), _SHOWN, indent=4)

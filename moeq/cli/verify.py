@@ -9,7 +9,7 @@ import typer
 from moeq.cli import options
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
-from moeq.report.text import counted, human_bytes, more
+from moeq.report.text import counted, human_bytes, print_rest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,4 +82,4 @@ def render(console: Console, found: Verification) -> None:
         console.print(f"  note      {note}")
     for mismatch in found.mismatches[:_SHOWN]:
         console.print(f"  {mismatch.text}")
-    more(console, len(found.mismatches), _SHOWN)
+    print_rest(console, len(found.mismatches), _SHOWN)

@@ -29,8 +29,8 @@ class CutlassMXFP4(MXFP4Layout):
 class CutlassNVFP4(TiledNVFP4):
     """NVFP4 x NVFP4 for vLLM's CUTLASS kernel, and for FlashInfer CuteDSL in batches.
 
-    w13 is gate rows, then up rows. Tiles are laid over gate and up together, so a half must be a multiple of 64 rows:
-    the engine pads none where there is a gate. Without one it pads to 128. Source: vLLM 0.33.0,
+    w13 is gate rows, then up rows. Tiles are laid over gate and up together, so each half must be a multiple of 64
+    rows: the engine does not pad gated w13. It pads w13 without a gate to a multiple of 128. Source: vLLM 0.33.0,
     `flashinfer_fp4_moe.py` (`prepare_nvfp4_moe_layer_for_fi_or_cutlass`).
     """
 

@@ -1,7 +1,7 @@
 """Divide groups of weights into smaller ones that repeat the scale and the zero point; the values stay the same.
 
-A shard of tensor parallelism must not end inside a group. 768 / 4 = 192 features cut groups of 128, but hold three
-groups of 64, each with the scale of its former group of 128. The codes do not change.
+A shard of tensor parallelism must not end inside a group. 768 features at TP 4 make shards of 192, which would cut
+groups of 128 but hold three groups of 64, each with the scale of its group of 128. The codes do not change.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def repeat_groups(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
 def ungroup(matrix: QuantizedMatrix, group: int | None) -> QuantizedMatrix:
     """Convert a matrix back to its former groups; return it unchanged if `group` is None.
 
-    Raises MoeqError `source.regrouped` if the parts of a group do not agree, since the file was changed.
+    Raises MoeqError `source.regrouped` if parts of a group differ: the file was changed after conversion.
     """
     import torch
 

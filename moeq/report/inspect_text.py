@@ -12,7 +12,7 @@ from rich.text import Text
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.plan.commands import next_command, next_of_converted, serve_source
 from moeq.report.conversion_facts import conversion_facts
-from moeq.report.text import counted, hanging, human_bytes, line, ranges
+from moeq.report.text import counted, human_bytes, line, print_hanging, ranges
 from moeq.report.verdict_text import answer_text, ranking_line, render_candidates, render_conversion
 from moeq.schemes.gguf_blocks import CODED, exactness
 
@@ -50,7 +50,7 @@ class Inspection:
 def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
     """Print the answer and the next step; then what the checkpoint holds, how, and which backends are near."""
     checkpoint, info = inspection.checkpoint, inspection.checkpoint.info
-    hanging(console, _answer(inspection), 2)
+    print_hanging(console, _answer(inspection), 2)
     for label, text in (*(inspection.fit or next_steps(inspection)), *_fastest(inspection)):
         line(console, label, text)
     line(console, "checkpoint", Text(info.name, style="bold"))

@@ -18,10 +18,10 @@ def line(console: Console, label: str, text: str | Text, style: str = "", *, wid
     from rich.text import Text
 
     body = Text(text, style=style) if isinstance(text, str) else text
-    hanging(console, Text.assemble((f"  {label:<{width - 3}} ", "dim"), body), width)
+    print_hanging(console, Text.assemble((f"  {label:<{width - 3}} ", "dim"), body), width)
 
 
-def hanging(console: Console, text: Text, indent: int) -> None:
+def print_hanging(console: Console, text: Text, indent: int) -> None:
     """Print a line; where it is wrapped, all lines but the first are indented."""
     from rich.text import Text
 
@@ -33,7 +33,7 @@ def hanging(console: Console, text: Text, indent: int) -> None:
         console.print(Text.assemble(text[:indent] if number == 0 else " " * indent, part))
 
 
-def more(console: Console, count: int, shown: int, indent: int = 2) -> None:
+def print_rest(console: Console, count: int, shown: int, indent: int = 2) -> None:
     """Say how many of `count` things were not printed after the first `shown`, if there are any."""
     if count > shown:
         console.print(f"{' ' * indent}... and {count - shown} more: --json lists them")

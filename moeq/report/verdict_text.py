@@ -9,7 +9,7 @@ from rich.text import Text
 
 from moeq.oracle.loaders import loads_in
 from moeq.oracle.ranking import DECODE, PREFILL, RankedBackend, Ranking
-from moeq.report.text import hanging, line
+from moeq.report.text import line, print_hanging
 from moeq.spelling import option
 
 if TYPE_CHECKING:
@@ -89,11 +89,11 @@ def render_candidates(console: Console, verdict: Verdict, *, verbose: bool = Fal
     rows += [("only that", ", ".join(bare))] if bare else []
     width = max((len(name) for name, _ in rows), default=0)
     for name, text in rows:
-        hanging(console, Text(f"  {name:<{width}}  {text}", style="dim"), width + 4)
+        print_hanging(console, Text(f"  {name:<{width}}  {text}", style="dim"), width + 4)
     counts = [f"{len(elsewhere)} for other devices"] if elsewhere else []
     counts += [f"{len(far)} more than one change away"] if far else []
     if near and counts:
-        hanging(console, Text(f"  {', '.join(counts)}: -v lists them", style="dim"), 2)
+        print_hanging(console, Text(f"  {', '.join(counts)}: -v lists them", style="dim"), 2)
 
 
 def _shared_reasons(candidates: Sequence[CandidateReport]) -> tuple[str, ...]:

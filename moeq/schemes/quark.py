@@ -1,8 +1,9 @@
 """AMD Quark 0.13: its config (one global tensor spec, exceptions per layer pattern, exclusions), and its int4 format.
 
-int4 and uint4 are described and read, not converted: nibbles in int32 words, two's complement when signed. Per group
-the matrix is transposed: `weight` I32 `[K, N / 8]`, `weight_scale` `[G, N]`; per channel it is not: `weight` I32
-`[N, K / 8]`, `weight_scale` `[N, 1]`. `pack_method` "reorder" uses AutoAWQ's nibble order, "order" the natural one.
+moeq describes and reads int4 and uint4, but does not convert them. Codes are nibbles in int32 words; int4 is in two's
+complement. With scales per group the matrix is transposed: `weight` I32 `[K, N / 8]`, `weight_scale` `[G, N]`. With
+scales per channel it is not: `weight` I32 `[N, K / 8]`, `weight_scale` `[N, 1]`. `pack_method` "reorder" uses AutoAWQ's
+nibble order, "order" the natural one.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     }
     patterns = Patterns(f"{origin}: exclude")
     entries = fields.names("exclude")
-    regular = [patterns.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
-    wild = [entry for entry in entries if not entry.startswith("re:")]
+    regexes = [patterns.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
+    wildcards = [entry for entry in entries if not entry.startswith("re:")]
 
     def resolve(module: str) -> Declared | None:
-        if any(fnmatchcase(module, entry) for entry in wild) or any(
-            patterns.matches(entry, module) for entry in regular
+        if any(fnmatchcase(module, entry) for entry in wildcards) or any(
+            patterns.matches(entry, module) for entry in regexes
         ):
             return None
         return next((declared for entry, declared in layers.items() if fnmatchcase(module, entry)), default)

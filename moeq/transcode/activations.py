@@ -2,7 +2,8 @@
 
 Checkpoints with static FP8 activations hold one `input_scale` per projection; those with 4-bit activations hold a
 second-level scale, which ModelOpt stores as a multiplier (`input_scale`) and compressed-tensors as a divisor
-(`input_global_scale`). Both store the second-level scale of the weights in the same way. No torch.
+(`input_global_scale`). The weights' second-level scale is
+stored likewise: ModelOpt has a multiplier, compressed-tensors a divisor. No torch.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class StaticScale:
         return ACTIVATION_SCALES[self.source] != ACTIVATION_SCALES[self.target]
 
     def converted(self, stored: Array, module: str) -> tuple[Array, Loss | None]:
-        """Return the bytes that the target stores, and the loss, or None: some numbers have no exact reciprocal.
+        """Return the bytes that the target stores, and the loss if the number has no exact reciprocal, else None.
 
         Raises MoeqError `source.bad-data` if the scale is not positive and finite.
         """

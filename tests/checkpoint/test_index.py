@@ -119,8 +119,8 @@ def test_tensors_that_the_index_names_and_no_file_holds() -> None:
     ("first", "last", "effect", "stale"),
     [
         ("a-9", "a-10", "engines take the copy of the last listed file (a-10); convert leaves it out", ["a-10"]),
-        ("a-10", "a-9", "engines take the same, since its file is the last", []),
-        ("a-b", "a-1", "engines take the same, since its file is the last", []),
+        ("a-10", "a-9", "engines take the same copy, since its file is the last", []),
+        ("a-b", "a-1", "engines take the same copy, since its file is the last", []),
     ],
 )
 def test_tensors_in_several_files(first: str, last: str, effect: str, stale: list[str]) -> None:

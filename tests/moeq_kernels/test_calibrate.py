@@ -63,7 +63,7 @@ def test_a_time_is_the_median_of_replays_without_the_first_two(monkeypatch: pyte
 
 def test_a_call_in_a_graph_takes_what_each_more_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "replayed_us", lambda call, count: 7.0 + 3.0 * count)
-    assert calibrate.each_us(lambda: None, 5) == 3.0
+    assert calibrate.call_us(lambda: None, 5) == 3.0
 
 
 #: Microseconds of each operation, in the order in which they are measured.
@@ -82,10 +82,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, costs: dict[str, float]) -> dict[s
         counts.append(-count)
         return 3.5
 
-    monkeypatch.setattr(calibrate, "FAR_BYTES", 1 << 12)
-    monkeypatch.setattr(calibrate, "NEAR_BYTES", 1 << 10)
+    monkeypatch.setattr(calibrate, "BEYOND_L2_BYTES", 1 << 12)
+    monkeypatch.setattr(calibrate, "WITHIN_L2_BYTES", 1 << 10)
     monkeypatch.setattr(calibrate, "SIZE", 32)
-    monkeypatch.setattr(calibrate, "each_us", each)
+    monkeypatch.setattr(calibrate, "call_us", each)
     monkeypatch.setattr(calibrate, "replayed_us", replayed)
     found = calibrate.measure(torch.device("cpu"))
     assert counts == [200, 2, 50, 4, 4, 4, -1]
@@ -110,7 +110,7 @@ def test_rates_are_bytes_and_operations_a_second(monkeypatch: pytest.MonkeyPatch
 
 
 def test_sizes_are_beyond_and_within_caches() -> None:
-    assert (calibrate.FAR_BYTES, calibrate.NEAR_BYTES, calibrate.SIZE) == (4 * 1024**3, 16 * 1024**2, 8192)
+    assert (calibrate.BEYOND_L2_BYTES, calibrate.WITHIN_L2_BYTES, calibrate.SIZE) == (4 * 1024**3, 16 * 1024**2, 8192)
 
 
 def test_the_command_prints_and_writes_one_object(

@@ -15,7 +15,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.oracle.judge import judge_config
 from moeq.oracle.ranking import DECODE, PREFILL, RankedBackend, Ranking
 from moeq.oracle.records import CandidateReport, MoeShape, Reason
-from moeq.report.text import counted, hanging, human_bytes, human_seconds, line, ranges
+from moeq.report.text import counted, human_bytes, human_seconds, line, print_hanging, ranges
 from moeq.report.verdict_text import (
     answer_text,
     deployment_text,
@@ -70,10 +70,10 @@ def test_lines_that_wrap_hang() -> None:
     assert printed(line, "label", text) == [f"  label      {text}"]
     assert printed(line, "label", text, width=34) == ["  label      one two three four", " " * 13 + "five six seven"]
     assert printed(line, "a", Text(text), width=200) == [f"  a          {text}"]
-    assert printed(hanging, Text(f"  {text}"), 2, width=24) == ["  one two three four", "  five six seven"]
-    assert printed(hanging, Text(f"  {text}"), 2, width=22) == ["  one two three four", "  five six seven"]
-    assert printed(hanging, Text(f"  {text}"), 2, width=21)[1].startswith("f")  # too narrow to indent
-    assert printed(hanging, Text(f"  {text}"), 2, width=24, soft_wrap=True) == [f"  {text}"]
+    assert printed(print_hanging, Text(f"  {text}"), 2, width=24) == ["  one two three four", "  five six seven"]
+    assert printed(print_hanging, Text(f"  {text}"), 2, width=22) == ["  one two three four", "  five six seven"]
+    assert printed(print_hanging, Text(f"  {text}"), 2, width=21)[1].startswith("f")  # too narrow to indent
+    assert printed(print_hanging, Text(f"  {text}"), 2, width=24, soft_wrap=True) == [f"  {text}"]
 
 
 def ranked(name: str, decode: float, prefill: float, median: float, versions: str = "1.0") -> RankedBackend:

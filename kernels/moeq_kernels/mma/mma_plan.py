@@ -21,9 +21,9 @@ class MmaPlan:
     down_splits: int = 1
 
 
-#: Rows (largest mean of tokens per expert that gets any, token rows per tile).
+#: (Upper bound of the mean tokens per expert with tokens, token rows per tile), smallest first.
 TILES = ((6.0, 8), (12.0, 16), (24.0, 32), (float("inf"), 64))
-#: Rows for small experts: their weights stay in the L2 cache, from which a second tile reads them cheaply.
+#: `TILES` for small experts: their weights stay in the L2 cache, from which a second tile reads them cheaply.
 SMALL_TILES = ((7.0, 8), (14.0, 16), (40.0, 32), (float("inf"), 64))
 #: Largest number of weights of a small expert.
 MAX_SMALL_EXPERT_WEIGHTS = 1 << 24
@@ -45,10 +45,10 @@ def choose(
     mean = tokens_per_hit(pairs, experts)
     table = SMALL_TILES if 3 * hidden * intermediate <= MAX_SMALL_EXPERT_WEIGHTS else TILES
     tokens = next(size for limit, size in table if mean <= limit)
-    each = stage_bytes(tokens, kind, group)
-    most = RESIDENT[tokens]
-    stages = max(3, min(6, gpu.shared_bytes // most // each))
-    resident = gpu.multiprocessors * max(1, min(most, gpu.shared_bytes // (stages * each)))
+    step_bytes = stage_bytes(tokens, kind, group)
+    programs = RESIDENT[tokens]
+    stages = max(3, min(6, gpu.shared_bytes // programs // step_bytes))
+    resident = gpu.multiprocessors * max(1, min(programs, gpu.shared_bytes // (stages * step_bytes)))
     tiles = pairs / mean * max(1.0, mean / tokens)
     width = 128 if gated else 256
     up = splits_for(tiles * -(-intermediate // width), max(1, hidden // 128), resident) if gated else 1

@@ -1,4 +1,4 @@
-"""Write quantised matrices as floats or FP8 blocks, every value rounded once, and measure the change; compiled loops.
+"""Compiled loops that write quantised matrices as floats or FP8 blocks, rounded once, and measure the difference.
 
 Values are the products that `moeq.schemes.dequantize` defines: scale times code (less the zero point), exact in
 float64, rounded to float32. Writing looks codes up in a table. Measuring computes values from the bits of codes
@@ -20,7 +20,7 @@ from moeq.layouts.loops.recode import BLOCK, E2M1
 
 _loops = Loops("moeq.layouts.loops.floats_loops")
 
-#: Elements that can be written as floats, and their numbers in the loops.
+#: Elements that can be written as floats -> number that stands for the element in compiled loops.
 ELEMENTS = {"int4": 4, "int8": 8, "e2m1": 21, "e4m3": 43}
 
 
@@ -33,7 +33,7 @@ class CodedMatrix:
     zeros: Array  #: uint8 `[N, G]`, zero points of integers; zeros for floats
     scales: Array  #: float64 `[N, G]`
     index: Array  #: int32 `[K]`, the group of each column
-    run: int  #: columns per run; runs begin at multiples of it, and all columns of a run have the same group
+    run: int  #: columns per run; column 0 begins the first run, and all columns of a run have the same group
 
     def __post_init__(self) -> None:
         """Check the index. Raises MoeqError `source.bad-data`."""
@@ -42,7 +42,7 @@ class CodedMatrix:
             check_indices(index, groups, "group index")
 
     def rows(self, rows: slice) -> CodedMatrix:
-        """Return some rows."""
+        """Return the matrix of these rows."""
         return replace(self, codes=self.codes[rows], zeros=self.zeros[rows], scales=self.scales[rows])
 
 
@@ -90,7 +90,7 @@ def joined(halves: Sequence[MeasuredChange | None], rows: int, interleaved: bool
 
 
 def write(matrix: CodedMatrix, out: Array, *, binary16: bool) -> None:
-    """Fill `out` with the numbers nearest to the values.
+    """Fill `out` with the floats nearest to the values of a matrix.
 
     Args:
         out: rows of floats: uint16 `[N, K]`, or uint32 for float32; each row contiguous.
@@ -126,8 +126,8 @@ def write_fp8_blocks(matrix: CodedMatrix, out: Array) -> Array | None:
 def write_fp8_strip(numbers: Array, out: Array) -> Array | None:
     """Fill at most 128 rows of FP8 blocks as `write_fp8_blocks` does.
 
-    The float32 `numbers` `[rows, K]` are contiguous, and change. Returns the exponents of the powers, int64 `[ceil(K /
-    128)]`; None where a number is not finite.
+    The float32 `numbers` `[rows, K]` are contiguous; they are overwritten. Returns the exponents of the powers, int64
+    `[ceil(K / 128)]`; None where a number is not finite.
     """
     powers = np.zeros(-(-out.shape[1] // BLOCK), np.int64)
     return powers if _loops.round_strip(numbers, numbers.view(np.uint32), out, powers) else None
@@ -144,7 +144,7 @@ def measure(matrix: CodedMatrix, found: Array, block: tuple[int, int], *, binary
 
 
 def measure_codes(matrix: CodedMatrix, found: CodedMatrix, block: tuple[int, int]) -> MeasuredChange | None:
-    """Compare a matrix, as `measure` does, with one of other codes that should mean the same numbers."""
+    """Compare a matrix, as `measure` does, with a recoded matrix that should have the same values."""
     numbers = np.empty((2, len(matrix.index)), np.float32)
     return _measured(_loops.measure_codes, (*_by_bits(matrix), *_by_bits(found)), (numbers,), block)
 
@@ -155,7 +155,7 @@ def measure_numbers(
     """Compare float32 numbers, some rows at a time, as `measure` does.
 
     Args:
-        rows: number of the first row, which begins a block, and contiguous rows of both sides.
+        rows: for some rows each: the number of the first, which begins a block; the values; what was written.
     """
     sums, counts = np.zeros(5), np.zeros(4, np.int64)
     touched = np.zeros(-(-columns // block[1]), np.uint8)
@@ -166,7 +166,7 @@ def measure_numbers(
 
 
 def _measured(loop: Loop, sides: Sequence[Any], rows: Sequence[Array], block: tuple[int, int]) -> MeasuredChange | None:
-    """Run a loop that compares two matrices; `rows` are views of the memory for a row of each."""
+    """Run a loop that compares two matrices. `rows` are views of scratch `[2, K]`, one row for each matrix."""
     sums, counts = np.zeros(5), np.zeros(4, np.int64)
     touched = np.zeros(-(-rows[0].shape[1] // block[1]), np.uint8)
     return _of_counts(sums, counts) if loop(*sides, np.array(block), *rows, sums, counts, touched) else None
@@ -179,7 +179,7 @@ def _of_counts(sums: Array, counts: Array) -> MeasuredChange:
 
 
 def by_table(matrix: CodedMatrix) -> tuple[Any, ...]:
-    """Return the arguments of a matrix for the loops that write, with a table of codes, up to `scales`."""
+    """Return the matrix as the first arguments of the loops that write, with a table of the values of its codes."""
     table = _table(matrix.element)
     codes, bits = matrix.codes.view(np.uint8), 4 if len(table) == 16 else 8
     ends = (np.arange(len(matrix.index)) // matrix.run + 1) * matrix.run

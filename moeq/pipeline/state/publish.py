@@ -122,7 +122,7 @@ def require_complete(plan: Plan, records: Mapping[str, UnitRecord], command: str
 
 
 def layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord]) -> LayerEntry:
-    """Make the manifest's entry of a layer, with the digests of all its experts in order, from whichever units."""
+    """Make the manifest's entry of a layer, with the digests of its experts in order, whichever units packed them."""
     units = [unit for unit in plan.units if isinstance(unit, PackUnit) and unit.layer == layer.entry.layer]
     digests: dict[Projection, list[str]] = {}
     for unit in sorted(units, key=lambda unit: (unit.role == "w2", unit.experts.start)):
@@ -133,7 +133,7 @@ def layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord])
 
 
 def sync_files(folder: OutputFolder, plan: Plan) -> None:
-    """Sync weight files to disk: units were synced before, but a header that was rewritten may not be.
+    """Sync weight files to disk. Tensors were synced with their units, but a rewritten header may not have been.
 
     Raises MoeqError `environment.write`, `resources.disk-full`.
     """
@@ -143,7 +143,7 @@ def sync_files(folder: OutputFolder, plan: Plan) -> None:
 
 
 def tensors_of(plan: Plan, records: Mapping[str, UnitRecord]) -> dict[str, TensorDigest]:
-    """Collect the digest of every tensor of a plan; a tensor without bytes, which no unit has, gets an empty one."""
+    """Collect the digest of every tensor of a plan. Empty tensors are in no unit; they get the digest of no bytes."""
     empty = TensorDigest(CHUNK_BYTES, blake3().hexdigest())
     found = {name: digest for unit in plan.units for name, digest in records[unit.id].tensors.items()}
     return {name: found.get(name, empty) for file in plan.files for name in file.tensors}
@@ -166,7 +166,7 @@ def copy_side_files(
 
 
 def _file_digests(job: Job, records: Mapping[str, UnitRecord], folder: OutputFolder) -> dict[str, FileDigest]:
-    """Return the digest of every file except the manifest, of weights from records and of others by reading them."""
+    """Return the digest of every file except the manifest. Weight files are not read: records have their digests."""
     plan = job.plan
     tensors, found = tensors_of(plan, records), dict[str, FileDigest]()
     for file in plan.files:
@@ -187,8 +187,8 @@ def index_of(plan: Plan) -> dict[str, Any]:
 def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
     """Make `config.json`: the source's, with its quantisation config kept inside the new one.
 
-    Copies of the quantisation config elsewhere (in the language model's sub-config, say) are dropped: an engine would
-    misread packed experts by them. Plain transformers refuses the experts implementation, whose name it does not know.
+    Copies of the quantisation config in sub-configs are dropped: engines would misread packed experts by them. The name
+    in `experts_implementation` makes transformers without moeq refuse the folder.
     """
     original = checkpoint.quantization_config
     config = checkpoint.source.config
@@ -211,5 +211,5 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(folder: OutputFolder, name: str, document: Mapping[str, Any]) -> None:
-    """Write a JSON file and bring it to disk. Raises MoeqError `resources.disk-full`, `environment.write`."""
+    """Write a JSON file and sync it to disk. Raises MoeqError `resources.disk-full`, `environment.write`."""
     folder.write_file(name, (json.dumps(document, indent=2) + "\n").encode())

@@ -18,9 +18,9 @@ def read_facts(name: str) -> Any:
 
 
 def row_of(version: str, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the row of a version, or of the newest older one, or of the oldest newer one; empty if there is no row.
+    """Return the row of a version; if it has none, of the nearest version, older ones first; empty if there is no row.
 
-    The extractor could not build every class and every method in every version.
+    Rows are missing where the extractor could not build a class or a method in a version.
     """
     by_version = {one: row for row in rows for one in row["versions"]}
     older = [one for one in by_version if release(one) <= release(version)]

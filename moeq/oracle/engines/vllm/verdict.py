@@ -43,7 +43,8 @@ def judge_vllm(
     deployment = derive_dp(deployment, notes)
     decided = resolve(policy, config, shape, deployment, prefix=prefix)
     if choice.other is not None:
-        notes.append(_beside(decided, resolve(load_policy(choice.other), config, shape, deployment, prefix=prefix)))
+        other = resolve(load_policy(choice.other), config, shape, deployment, prefix=prefix)
+        notes.append(_version_note(decided, other))
     outcome = with_tensors(decided, tensors) if tensors else decided
     verdict = verdict_of(outcome, title, tuple(notes))
     if not explain:
@@ -61,7 +62,7 @@ def judge_vllm(
 
 
 class _Trials:
-    """Decisions on changed questions, each made once."""
+    """Decisions on changed questions; each decision is made once and kept."""
 
     def __init__(
         self, policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, prefix: str,
@@ -83,7 +84,7 @@ class _Trials:
         return self._known[key][1]
 
 
-def _beside(outcome: Outcome, other: Outcome) -> str:
+def _version_note(outcome: Outcome, other: Outcome) -> str:
     """Return a note that compares a decision with the other known version's (see `EngineChoice.other`)."""
     name = other.case.policy.name
     if outcome.runs == other.runs:
@@ -134,11 +135,11 @@ def _transport_notes(case: Case) -> tuple[str, ...]:
 
 
 def convert_target(outcome: Outcome) -> tuple[ConvertTarget | None, str | None]:
-    """Return what convert writes, for the engine's choice or else the next possible backend; or the reason for nothing.
+    """Return the backend that convert writes for, with its layout; or the reason why it writes nothing.
 
     A backend is possible if its bytes can be made offline, it passes every gate, and its kernel drops nothing that the
-    checkpoint has: moeq never writes bytes that silently give wrong outputs. No other backend replaces a native one
-    (`CandidateReport.native`).
+    checkpoint has: moeq never writes bytes that silently give wrong outputs. The engine's choice comes
+    first. The next possible backend replaces it unless it was requested or is native (`CandidateReport.native`).
     """
     case, selected = outcome.case, outcome.selection.selected
     forced = case.deployment.backend != "auto"
@@ -194,7 +195,7 @@ def dropped_by(case: Case, row: CandidateReport) -> str | None:
 
 
 def _target(case: Case, row: CandidateReport, selected: CandidateReport | None, against: str | None) -> ConvertTarget:
-    assert row.layout is not None  # `_unwritable` has looked
+    assert row.layout is not None  # `_unwritable` has checked it
     flag, why = None, None
     if row is not selected:
         flag = f"{case.policy.backend_flag} {row.flag}"
