@@ -31,6 +31,7 @@ from moeq.load.torch_loader import (
     open_converted,
     read_parts,
     require_arch,
+    uneven_unit,
 )
 from moeq.matrix import MatrixSpec
 from moeq_kernels import KernelUnsupportedError, fused_moe, prepare
@@ -488,3 +489,11 @@ def test_experts_that_follow_each_other_are_not_copied(converted, monkeypatch) -
     found = moeq.load_experts(folder, 0)
     assert torch.equal(found.w13.weight, wanted.w13.weight)
     assert torch.equal(found.w2.scale, wanted.w2.scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"), [("mxfp4-gptoss", 32), ("ct-mxfp4-qwen3moe", None), ("gptq-int4-g32-qwen3moe", None)]
+)
+def test_formats_that_engines_cut_in_uneven_blocks(name: str, unit: int | None, checkpoints) -> None:
+    """Ranks of gpt-oss hold whole groups of 32, the last ones fewer; every other format is cut evenly."""
+    assert uneven_unit(moeq.open(checkpoints / name), 0) == unit
