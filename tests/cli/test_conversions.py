@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from moeq.checkpoint.warning import CheckpointWarning
 from moeq.cli.app import run
 from moeq.errors import ExitCode
 from moeq.prove.parity import Parity, PartParity
@@ -76,6 +77,16 @@ def test_inspect_describes_a_conversion(call, checkpoints, tmp_path) -> None:
     assert [row.pop("layer") for row in found["sharding"]] == [0, 1]
     assert found["sharding"] == [layer["sharding"] for layer in manifest["layers"]]
     assert call("inspect", source)[1]["conversion"] is None
+
+
+def test_inspect_tells_what_a_scan_has_found(call, checkpoints, monkeypatch) -> None:
+    found = [CheckpointWarning("data.zero-scale", "one"), CheckpointWarning("data.nan", "two")]
+    monkeypatch.setattr("moeq.cli.inspect.scan_experts", lambda out, checkpoint: found)
+    _, document = call("inspect", checkpoints / INT4, "--scan")
+    assert document["scan"] == [{"code": one.code, "message": one.message} for one in found]
+    assert call("inspect", checkpoints / INT4)[1]["scan"] is None
+    found.clear()
+    assert call("inspect", checkpoints / INT4, "--scan")[1]["scan"] == []
 
 
 def test_numbers_that_the_engine_rounds_itself(call, text, checkpoints, tmp_path) -> None:

@@ -231,6 +231,12 @@ def test_layers_of_two_widths(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert answer["other_schemes"][0]["verdict"]["chosen"] is None
     assert run(["oracle", str(source), "--gpu", "a100,h100", "--tp", "1", "--require", "all", "--json"]) == 0
     assert {cell["scheme"] for cell in document(capsys)["cells"]} == {"gptq int4 g32 sym", "gptq int8 g64 sym"}
+    run(["oracle", str(source), "--gpu", "cpu"])
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{source}  gptq int4 g32 sym  layers 0" in lines
+    assert f"{source}  gptq int8 g64 sym  layers 1" in lines
+    run(["oracle", str(CHECKPOINTS / "gptq-int4-g32-qwen3moe"), "--gpu", "cpu"])
+    assert f"{CHECKPOINTS / 'gptq-int4-g32-qwen3moe'}  gptq int4 g32 sym" in capsys.readouterr().out.splitlines()
 
 
 def test_a_missing_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
