@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from moeq import model
+from moeq.checkpoint.facts import Facts
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.model import describe
 from moeq.model.checkpoint import _not_moe
 from moeq.model.expert_kinds import _refuse_unknown
 from moeq.model.regroup import repeat_groups, ungroup
@@ -128,3 +130,24 @@ def test_gate_and_up_are_interleaved() -> None:
     found = interleaved(QuantizedMatrix(spec, codes, torch.arange(6.0).view(6, 1), None))
     assert found.codes[:, 0].tolist() == [0, 3, 1, 4, 2, 5]
     assert found.scales[:, 0].tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("config", "hidden", "inner", "latent"),
+    [
+        ({"hidden_size": 64, "moe_intermediate_size": 32}, 64, 32, 64),
+        ({"hidden_size": 64, "moe_intermediate_size": 32, "moe_latent_size": 16}, 64, 32, 16),
+        ({"moe_intermediate_size": 32}, 0, 32, 0),
+        ({"hidden_size": 64}, 64, 0, 64),
+    ],
+)
+def test_sizes_of_formats_that_are_not_read_are_the_configs(
+    config: dict[str, int], hidden: int, inner: int, latent: int
+) -> None:
+    specs = {"w2": MatrixSpec("w2", 1, 2, "int4", 32, "f16"), "up": MatrixSpec("up", 3, 4, "int4", 32, "f16")}
+    kind: Any = SimpleNamespace(spec=specs.get, scheme=SimpleNamespace(format="foreign"))
+    family: Any = SimpleNamespace(intermediate_keys=("moe_intermediate_size",))
+    down, up = describe.sizes(kind, family, Facts(config))
+    assert (down.n, down.k, up.n, up.k) == (hidden, inner, inner, latent)
+    kind.scheme.format = "gptq"
+    assert describe.sizes(kind, family, Facts(config)) == (specs["w2"], specs["up"])
