@@ -10,9 +10,11 @@ from oracle.asking import POLICY, ask, candidate, ct, gptq, gpu
 from oracle.examples import SHAPE, scheme
 
 from moeq.layouts.readers import Only
-from moeq.oracle.engines.vllm.configs.question import ConfigQuestion, ConfigRefusal, integer, required
-from moeq.oracle.engines.vllm.linears import renamings
+from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.configs.question import ConfigQuestion, ConfigRefusal, check_selected, integer, required
+from moeq.oracle.engines.vllm.linears import linears_of, renamings
 from moeq.oracle.engines.vllm.outcome import resolve
+from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.engines.vllm.select import _holds as holds
 from moeq.oracle.engines.vllm.select import _search_form
 from moeq.oracle.engines.vllm.tables import patched
@@ -196,3 +198,75 @@ def test_prefixes_that_a_class_renames() -> None:
         assert question.renamed(f"x.{inner}") == f"x.{inner}"
     plain = ConfigQuestion({}, resolve(POLICY, gptq(), SHAPE, where).case)
     assert plain.renamed(inner) == inner
+
+
+def test_nothing_else_is_written_where_a_backend_is_asked_for() -> None:
+    """A requested backend that does not run it leaves nothing to convert for; the automatic choice does."""
+    plain = judge_config(gptq(), SHAPE, gpu("H100"), explain=False)
+    assert plain.convert is not None
+    supported = {row.flag for row in plain.candidates if row.supported}
+    refused = next(row.flag for row in plain.candidates if row.flag and row.flag not in supported)
+    asked = judge_config(gptq(), SHAPE, gpu("H100", backend=refused), explain=False)
+    assert any(row.supported and row.layout for row in asked.candidates)
+    assert (asked.ok, asked.convert, asked.no_convert) == (False, None, None)
+
+
+def test_nothing_else_is_written_where_the_native_kernel_runs() -> None:
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    found = judge_config(config, SHAPE, gpu("H100"), explain=False)
+    assert found.selected is not None
+    assert found.selected.native
+    assert found.convert is None or found.convert.backend == found.selected.backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "fits"),
+    [
+        ("MARLIN", "0.33.0", False), ("CPU", "0.33.0", False), ("CPU_W8A8", "0.33.0", False),
+        ("FLASHINFER_CUTLASS", "0.33.0", False), ("FLASHINFER_TRTLLM", "0.33.0", False), ("TRITON", "0.33.0", True),
+        ("MARLIN", "0.32.0", True),
+    ],
+)  # fmt: skip
+def test_backends_without_scales_of_channels(backend: str, version: str, fits: bool) -> None:
+    method = Method("Fp8PtpcOnlineMoEMethod", "fp8", "online", "kFp8StaticChannelSym", "kFp8DynamicTokenSym", 8, -1)
+    case = Case(load_policy(f"vllm@{version}"), gpu("H100"), SHAPE, method)
+    if fits:
+        check_selected(case, backend)
+    else:
+        with pytest.raises(ConfigRefusal, match=f"{backend} does not apply one scale per output channel"):
+            check_selected(case, backend)
+    check_selected(replace(case, method=replace(method, name="Fp8PerTensorOnlineMoEMethod")), backend)
+
+
+@pytest.mark.parametrize(
+    ("fields", "backend", "said"),
+    [
+        ({"marlin_assertion": True}, "MARLIN", None), ({"marlin_assertion": True}, "BATCHED_MARLIN", None),
+        ({"marlin_assertion": True}, "HUMMING", "per-channel scales: HUMMING is selected and a check"),
+        ({"marlin_assertion": True, "act_order": True}, "TRITON", "act-order: TRITON is selected and a check"),
+        ({"symmetric_assertion": True, "raw_zero_points": True}, "TRITON", "zero points: TRITON is selected"),
+        ({"symmetric_assertion": True, "raw_zero_points": True}, "MARLIN", None),
+        ({"symmetric_assertion": True}, "TRITON", None), ({"raw_zero_points": True}, "TRITON", None),
+    ],
+)  # fmt: skip
+def test_assertions_about_the_selected_backend(fields: dict[str, Any], backend: str, said: str | None) -> None:
+    case = Case(POLICY, gpu("H100"), SHAPE, Method("Any", "wna16", "ct", "kInt4Static", **fields))
+    if said is None:
+        check_selected(case, backend)
+    else:
+        with pytest.raises(ConfigRefusal, match=said) as caught:
+            check_selected(case, backend)
+        assert (caught.value.error, caught.value.hint) == (
+            "AssertionError", "--moe-backend marlin where it is supported",
+        )  # fmt: skip
+
+
+def test_modules_that_a_class_fuses() -> None:
+    """What a class does not list itself follows from what others declare for a module of that name."""
+    found = {one.path: (one.shards, one.listed, one.split) for one in linears_of("0.33.0", "Qwen3MoeForCausalLM")}
+    assert found["mlp.gate_up_proj"] == (("mlp.gate_proj", "mlp.up_proj"), False, "column")
+    qkv = tuple(f"self_attn.{letter}_proj" for letter in "qkv")
+    assert found["self_attn.qkv_proj"] == (qkv, True, "column")
+    assert found["self_attn.o_proj"] == (("self_attn.o_proj",), False, "row")
+    assert found["mlp.gate"] == (("mlp.gate",), False, "whole")
+    assert linears_of("0.33.0", "NobodysForCausalLM") == ()

@@ -252,9 +252,11 @@ def test_mori_runs_with_aiter_and_not_without(version: str) -> None:
             parse_gpu("MI300X"), tp=4, ep=8, dp=2, all2all="mori_high_throughput", env=env,
             packages=(("aiter", there),), engine=f"vllm@{version}",
         )  # fmt: skip
-        verdict = judge_config(config, MoeShape(2048, 1024, 64, 8), deployment, explain=False)
-        failed = {gate.code for gate in verdict.gates if not gate.passed}
-        assert ("G5" not in failed) is there, version
+        for gated in (True, False):  # AITER's experts have a gate
+            shape = MoeShape(2048, 1024, 64, 8, gated=gated)
+            verdict = judge_config(config, shape, deployment, explain=False)
+            failed = {gate.code for gate in verdict.gates if not gate.passed}
+            assert ("G5" not in failed) is (there and gated), version
 
 
 def test_a_refusal_names_a_change_that_works() -> None:
