@@ -174,7 +174,7 @@ def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployme
             for step in rows:
                 for change in step.differences:
                     before, after = change.before or "none", change.after or "none"
-                    console.print(f"  {step.engine}  {change.what}: {before} -> {after}", markup=False)
+                    console.print(f"  {step.engine}  {change.what}: {before} -> {after}")
 
     schemes = [
         {"scheme": rows[-1].verdict.scheme, "layers": part, "versions": [step.to_json() for step in rows]}
@@ -305,7 +305,7 @@ def _table(console: Console, title: str, cells: Sequence[Cell]) -> None:
         console.print(f"* with advisories: {', '.join(sorted(noted))} (moeq explain CODE)")
     for cell in cells:
         if cell.refused is not None and cell.verdict.ok:
-            console.print(f"{cell.name}: runs, and convert cannot write for it: {cell.refused}", markup=False)
+            console.print(f"{cell.name}: runs, and convert cannot write for it: {cell.refused}")
 
 
 def _names(text: str | None) -> list[str]:

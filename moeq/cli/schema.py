@@ -35,4 +35,4 @@ def command(
 
 def _list(console: Console, rows: dict[str, str]) -> None:
     for name, title in rows.items():
-        console.print(f"{name:<12} {title}", markup=False)
+        console.print(f"{name:<12} {title}")

@@ -117,7 +117,7 @@ def render(console: Console, found: Transcoding) -> None:
     verb = "already done," if found.already_done else verb
     where = f" {found.destination}" if found.destination else ""
     size = human_bytes(plan.bytes_out)
-    console.print(f"{verb}{where}: {counted(len(plan.files), 'file')}, {size}, {plan.target.title}", markup=False)
+    console.print(f"{verb}{where}: {counted(len(plan.files), 'file')}, {size}, {plan.target.title}")
     survey = plan.survey
     console.print(
         f"  content   experts of {counted(len(survey.layers), 'layer')}, "
@@ -126,11 +126,9 @@ def render(console: Console, found: Transcoding) -> None:
     if found.resumed_units:
         console.print(f"  resumed   {counted(found.resumed_units, 'unit')} had been finished before")
     for part, count in found.dropped.items():
-        console.print(
-            f"  dropped   {counted(count, 'tensor')} called {part}, for which the target has no place", markup=False
-        )
+        console.print(f"  dropped   {counted(count, 'tensor')} called {part}, for which the target has no place")
     for note in found.notes:
-        console.print(f"  note      {note}", markup=False)
+        console.print(f"  note      {note}")
     if found.shard is not None:
         console.print("  next      the same command without --shard publishes when all shards are done")
     elif found.exact:
@@ -140,5 +138,5 @@ def render(console: Console, found: Transcoding) -> None:
         num_equal = found.projections - len(changed)
         console.print(f"  proof     not exact: {num_equal} of {found.projections} projections equal in every value")
     for loss in found.losses[:_SHOWN]:
-        console.print(f"    {loss.text}", markup=False)
+        console.print(f"    {loss.text}")
     print_rest(console, len(found.losses), _SHOWN, indent=4)

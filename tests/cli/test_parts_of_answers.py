@@ -15,6 +15,7 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
+from moeq import __version__
 from moeq.check import workload
 from moeq.check.sampling import CheckOptions
 from moeq.cli import completion, convert, github, inspect, oracle, push, run_check, shards, warmup
@@ -395,3 +396,23 @@ def test_digests_come_first_among_complaints() -> None:
         results=[SimpleNamespace(complaints=["one", "two"]), SimpleNamespace(complaints=["three"])],
     )
     assert run_check.complaints(report) == ["digest", "one", "two", "three"]
+
+
+@pytest.mark.parametrize(("flags", "announced"), [([], True), (["--quiet"], False), (["--json"], False)])
+def test_a_check_announces_itself_to_people_alone(flags: list[str], announced: bool, monkeypatch: Any) -> None:
+    asked: list[Any] = []
+
+    def check(*paths: Any, **options: Any) -> None:
+        asked.append(options["announce"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moeq.check.run_check.run_check", check)
+    monkeypatch.setattr("moeq.check.run_check.prepare_device", lambda device: None)
+    run(["run-check", "dst", *flags])
+    ((announce),) = asked
+    assert (announce is not None) is announced
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"moeq {__version__}\n"
