@@ -104,13 +104,16 @@ def test_a_file_of_a_repository_may_lie_in_a_folder(monkeypatch: pytest.MonkeyPa
         ([(None, None)], None),
         ([(0, 1)], None),
         ([(0, 0)], None),
+        ([(None, 1)], None),
+        ([(None, 2)], "m.gguf says that it is part None of 2"),
     ],
 )
 def test_what_parts_say_of_themselves(said: list[tuple[int | None, int | None]], words: str | None, tmp_path) -> None:
     metadata = moe_metadata("qwen3moe", layers=1, hidden=64, inner=64, experts=2)
     tensors = moe_tensors(np.random.default_rng(0), layers=1, hidden=64, inner=64, experts=2)
     for number, (part, count) in enumerate(said):
-        own = {} if count is None else {"split.no": part, "split.count": count}
+        named = {"split.no": part, "split.count": count}
+        own = {key: value for key, value in named.items() if value is not None}
         held = dict(list(tensors.items())[number :: len(said)])
         name = "m.gguf" if len(said) == 1 else f"m-{number + 1:05d}-of-{len(said):05d}.gguf"
         (tmp_path / name).write_bytes(gguf_bytes({**metadata, **own}, held))
