@@ -416,3 +416,35 @@ def test_a_check_announces_itself_to_people_alone(flags: list[str], announced: b
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"moeq {__version__}\n"
+
+
+@pytest.mark.parametrize(("flags", "quiet"), [([], False), (["--quiet"], True), (["--json"], True)])
+@pytest.mark.parametrize(
+    ("argv", "reporter"),
+    [
+        (["verify", "DST"], "verify.ProgressReport"),
+        (["selftest", "DST"], "selftest.ProgressReport"),
+        (["transcode", "SRC", "OUT", "--to", "bf16"], "transcode.ConversionReport"),
+        (["transcode", "SRC", "OUT", "--to", "bf16", "--check-only"], "transcode.ProgressReport"),
+        (["diff", "SRC", "SRC"], "diff.ProgressReport"),
+        (["restore", "DST", "OUT"], "restore.ProgressReport"),
+        (["finalize", "OUT"], "finalize.ConversionReport"),
+        (["run-check", "DST"], "run_check.ProgressReport"),
+        (["convert", "SRC", "OUT", "--gpu", "A100"], "convert.ConversionReport"),
+        (["parity", "SRC"], "parity.ProgressReport"),
+    ],
+)
+def test_progress_is_shown_unless_it_is_unwanted(
+    argv: list[str], reporter: str, flags: list[str], quiet: bool, checkpoints: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    made: list[Any] = []
+
+    def report(*given: Any, **options: Any) -> None:
+        made.append(options["quiet"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"moeq.cli.{reporter}", report)
+    monkeypatch.setattr("moeq.check.run_check.prepare_device", lambda device: None)
+    places = {"SRC": str(checkpoints / "gptq-int4-g32-qwen3moe"), "OUT": str(tmp_path / "out"), "DST": "absent"}
+    run([*(places.get(word, word) for word in argv), *flags])
+    assert made == [quiet]
