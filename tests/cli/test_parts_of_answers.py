@@ -20,6 +20,7 @@ from moeq.check import workload
 from moeq.check.sampling import CheckOptions
 from moeq.cli import completion, convert, github, inspect, oracle, push, run_check, shards, warmup
 from moeq.cli.app import run
+from moeq.cli.files import require_writable, write_text
 from moeq.cli.out import Output, _console, _silence, write
 from moeq.cli.progress import ProgressReport
 from moeq.cli.screen import Screen, _literal_text
@@ -448,3 +449,28 @@ def test_progress_is_shown_unless_it_is_unwanted(
     places = {"SRC": str(checkpoints / "gptq-int4-g32-qwen3moe"), "OUT": str(tmp_path / "out"), "DST": "absent"}
     run([*(places.get(word, word) for word in argv), *flags])
     assert made == [quiet]
+
+
+def test_a_report_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").write_text("")
+    locked: set[Path] = set()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.W_OK and Path(path) not in locked)
+    for path, allowed, why in (
+        (tmp_path / "new", [], None),
+        (tmp_path / "there", [tmp_path], None),  # the file can be written, though the folder cannot
+        (tmp_path / "there", [tmp_path / "there"], "cannot be written"),
+        (tmp_path / "new", [tmp_path], "cannot be written"),
+        (tmp_path, [], "is a folder"),
+        (tmp_path / "absent" / "new", [], "its folder does not exist"),
+    ):
+        locked = set(allowed)
+        if why is None:
+            require_writable(path)
+            continue
+        with pytest.raises(MoeqError) as caught:
+            require_writable(path)
+        assert (caught.value.code, caught.value.message) == ("environment.cannot-write", f"{path}: {why}")
+    write_text(tmp_path / "new", "\u00e4")
+    assert (tmp_path / "new").read_bytes() == "\u00e4".encode()
+    with pytest.raises(MoeqError, match="absent/new: No such file or directory"):
+        write_text(tmp_path / "absent" / "new", "x")
