@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
+from moeq.pipeline.plan import side_files
 from moeq.pipeline.plan.side_files import copied_files, plan_side_files, without_code
 
 NAME = "gptq-int4-g32-qwen3moe"
@@ -92,3 +97,27 @@ def test_the_sources_card_has_another_name_where_a_conversion_was_pushed(
         (converted / name).touch()
     found = copied_files(LocalSource(converted, ""), plan)
     assert {name: new for name, new in found.items() if name.startswith("README")} == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "runs"),
+    [
+        *((bytes((0x80, protocol)), 2 <= protocol <= 5) for protocol in range(8)),
+        (b"\x80\x04rest", True),
+        (b"\x80", False),
+        (b"", False),
+        (b"\x02\x80", False),
+        (b"{}", False),
+    ],
+)
+def test_pickles_are_told_by_their_first_bytes(raw: bytes, runs: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(raw)
+    source: Any = SimpleNamespace(open=lambda name: os.open(tmp_path / name, os.O_RDONLY))
+    assert side_files._is_pickle(source, "file") is runs
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_they_are_those_that_python_writes(protocol: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(pickle.dumps({"a": 1}, protocol))
+    source: Any = SimpleNamespace(open=lambda name: os.open(tmp_path / name, os.O_RDONLY))
+    assert side_files._is_pickle(source, "file")
