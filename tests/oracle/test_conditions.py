@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from oracle.asking import POLICY, ask, candidate, ct, gptq, gpu
-from oracle.examples import SHAPE, scheme
+from oracle.examples import SHAPE, every_scheme, scheme
 
 from moeq.layouts.readers import Only
 from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.configs.question import ConfigQuestion, ConfigRefusal, check_selected, integer, required
+from moeq.oracle.engines.vllm.filters import marlin_shape
 from moeq.oracle.engines.vllm.linears import linears_of, renamings
 from moeq.oracle.engines.vllm.outcome import resolve
 from moeq.oracle.engines.vllm.policy import load_policy
@@ -270,3 +271,75 @@ def test_modules_that_a_class_fuses() -> None:
     assert found["self_attn.o_proj"] == (("self_attn.o_proj",), False, "row")
     assert found["mlp.gate"] == (("mlp.gate",), False, "whole")
     assert linears_of("0.33.0", "NobodysForCausalLM") == ()
+
+
+@pytest.mark.parametrize("name", ["H100", "B200", "A100", "MI300X"])
+def test_how_backends_outside_the_order_are_reached(name: str) -> None:
+    reached = set()
+    for one, shape in every_scheme().values():
+        for row in ask(one, gpu(name), shape).candidates:
+            for reason in row.reasons:
+                if reason.code != "F11_NOT_LISTED":
+                    continue
+                how = f"only {reason.remedy} reaches it" if reason.remedy else "nothing reaches it"
+                assert reason.text.endswith(f" here: {how}")
+                assert reason.remedy in (None, f"--moe-backend {row.flag}")
+                reached.add(reason.remedy is not None)
+    assert True in reached
+
+
+@pytest.mark.parametrize(
+    ("inner", "group", "padding", "tp", "said"),
+    [
+        (768, 128, True, 1, None), (768, 128, False, 2, None), (768, -1, True, 16, None), (768, None, True, 16, None),
+        (768, 128, True, 4, (128, 192, 64, "tp 2")), (768, 32, False, 8, (64, 96, 32, "tp 4")),
+        (768, 32, True, 8, None), (768, -1, False, 8, (64, 96, 32, "tp 4")),
+    ],
+)  # fmt: skip
+def test_marlins_shape_test(inner: int, group: int | None, padding: bool, tp: int, said: Any) -> None:
+    case = resolve(POLICY, gptq(), replace(SHAPE, intermediate_size=inner), gpu("A100", tp=tp)).case
+    found = list(marlin_shape(case, group, tile_padding=padding))
+    if said is None:
+        assert found == []
+        return
+    multiple, size, rest, remedy = said
+    text = f"intermediate size per rank {size} is not a multiple of {multiple} (remainder {rest})"
+    assert [row[0] for row in found] == [text]
+    assert str(found[0][1]).startswith(remedy)
+
+
+def test_other_causes_of_marlins_shape_test() -> None:
+    case = resolve(POLICY, gptq(), replace(SHAPE, hidden_size=2080), gpu("A100")).case
+    assert list(marlin_shape(case, 48, tile_padding=True))[:2] == [
+        ("hidden size 2080 is not a multiple of 128 (remainder 32)", None),
+        ("group size 48 is not one of -1, 32, 64, 128", None),
+    ]
+    amd = resolve(POLICY, gptq(), SHAPE, gpu("MI300X")).case
+    assert list(marlin_shape(amd, 128, tile_padding=True)) == [("Marlin has no ROCm build", "a CUDA device")]
+    old = resolve(load_policy("vllm@0.26.0"), gptq(), replace(SHAPE, router_weight_on_input=True), gpu("A100")).case
+    assert list(marlin_shape(old, 128, tile_padding=True)) == [
+        ("router weights multiply the input", "vLLM 0.27 and newer")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "model", "split"),
+    [
+        ({"tp": 2, "dp": 2, "ep": 4}, "qwen3_moe", True), ({"tp": 2, "dp": 2, "ep": 4}, "mixtral", False),
+        ({"tp": 1, "dp": 4, "ep": 4}, "qwen3_moe", False), ({"tp": 4, "ep": 4}, "qwen3_moe", False),
+        ({"tp": 2, "dp": 2}, "qwen3_moe", False),
+        ({"tp": 2, "dp": 2, "ep": 4, "all2all": "deepep_low_latency"}, "qwen3_moe", False),
+    ],
+)  # fmt: skip
+def test_models_that_split_tokens_before_the_experts(fields: dict[str, Any], model: str, split: bool) -> None:
+    case = resolve(POLICY, gptq(), replace(SHAPE, model_type=model), gpu("H100", **fields)).case
+    assert case.sequence_parallel is split
+
+
+@pytest.mark.parametrize(
+    ("gated", "activation", "expected"),
+    [(True, "silu", True), (True, "relu2_no_mul", False), (False, "relu2", False), (False, "relu2_no_mul", False)],
+)
+def test_experts_with_a_gate_half(gated: bool, activation: str, expected: bool) -> None:
+    case = resolve(POLICY, gptq(), replace(SHAPE, gated=gated, activation=activation), gpu("H100")).case
+    assert case.gated is expected

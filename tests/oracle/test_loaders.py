@@ -224,3 +224,96 @@ def test_the_same_words_before_and_after(checkpoints: Path, tmp_path: Path, caps
     card = render_card(read_manifest(out), CardOptions("a/b", None, 1, None, {}))
     assert in_markdown(", ".join(words)) in card
     assert "python -m sglang.launch_server" in card
+
+
+def planned(**changes: Any) -> loaders.PlannedLayer:
+    """A layer that every loader takes, with changes."""
+    facts = {
+        "layout": "marlin-wna16/1", "model_type": "qwen3_moe", "architecture": "Qwen3MoeForCausalLM",
+        "activation": "silu", "dtype": "bf16", "platform": "cuda", "tp": 1, "by_rank": False, "own_kernel": True,
+        "vllm": VLLM_VERSIONS, "others": VLLM_VERSIONS, "family": True, "own_config": False, "heads": True,
+        "sglang": True, "dispatched": False, "moved": False, "scales": True,
+    }  # fmt: skip
+    return loaders.PlannedLayer(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+ALL = {"vllm", "sglang", "transformers", "load_experts"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ALL),
+        ({"tp": 2}, ALL),
+        ({"own_kernel": False}, {"vllm"}),
+        ({"own_kernel": False, "vllm": ()}, set()),
+        ({"own_kernel": False, "scales": False}, set()),
+        ({"own_kernel": False, "dtype": "fp32"}, set()),
+        ({"own_kernel": False, "activation": "swigluoai"}, set()),
+        ({"activation": "swigluoai"}, ALL),
+        ({"own_kernel": False, "layout": "marlin-act-order/1"}, {"vllm"}),
+        ({"own_kernel": False, "layout": "marlin-act-order/1", "tp": 2}, set()),
+        ({"family": False}, ALL - {"vllm"}),
+        ({"heads": False}, ALL - {"vllm"}),
+        ({"own_config": True}, ALL - {"vllm"}),
+        ({"others": ()}, ALL - {"vllm"}),
+        ({"sglang": False}, ALL - {"sglang"}),
+        ({"dispatched": True}, ALL - {"sglang"}),
+        ({"dispatched": True, "vllm": ()}, {"transformers", "load_experts"}),
+        ({"moved": True}, ALL - {"sglang"}),
+        ({"moved": True, "tp": 2}, {"transformers", "load_experts"}),
+        ({"moved": True, "by_rank": True}, {"load_experts"}),
+        ({"moved": True, "own_kernel": False}, set()),
+        ({"by_rank": True}, ALL - {"transformers"}),
+        ({"model_type": "nobodys"}, ALL - {"transformers"}),
+        ({"platform": "cpu"}, {"vllm", "transformers", "load_experts"}),
+        ({"platform": "cpu", "own_kernel": False}, {"vllm", "transformers"}),
+        ({"platform": "rocm"}, {"vllm", "transformers", "load_experts"}),
+        ({"platform": "rocm", "own_kernel": False}, {"vllm"}),
+        ({"platform": "xpu"}, {"vllm", "load_experts"}),
+    ],
+)
+def test_what_loaders_look_at(changes: dict[str, Any], names: set[str]) -> None:
+    assert {loader.name for loader in loaders.loaders_of(planned(**changes))} == names
+
+
+def test_versions_of_loaders() -> None:
+    def title(**changes: Any) -> str:
+        return loaders.loads_in(tuple(loaders.loaders_of(planned(**changes))))
+
+    assert title().startswith(
+        "vLLM 0.26.0 to 0.33.0 (moeq's plug-in), SGLang 0.5.23 (moeq's plug-in), transformers 5.1"
+    )
+    assert title(own_kernel=False, vllm=("0.29.0", "0.30.0")) == "vLLM 0.29.0 to 0.30.0 (moeq's plug-in)"
+    assert title(own_kernel=False, layout="marlin-act-order/1") == "vLLM 0.26.0 to 0.29.0 (moeq's plug-in)"
+    assert title(others=("0.31.0",)).startswith("vLLM 0.31.0 (moeq's plug-in)")
+    assert title(vllm=(), own_kernel=False) == "nothing yet"
+    rows = [tuple(loaders.loaders_of(planned(**changes))) for changes in ({}, {"by_rank": True}, {"sglang": False})]
+    assert [loader.name for loader in loaders.common(rows)] == ["vllm", "load_experts"]
+    assert loaders.common([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "linear", "reads"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}, "gptq", True),
+        ({"quant_method": "GPTQ", "bits": 8, "group_size": -1, "sym": True, "desc_act": True}, None, True),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, None, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}, None, False),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128, "sym": True, "desc_act": False}, None, False),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True, "desc_act": False}, None, False),
+        ({"quant_method": "awq"}, "awq", True), ({"quant_method": "awq"}, "fp8", False),
+        ({"quant_method": "awq"}, None, True),
+        ({"quant_method": "quark"}, None, False), ({}, None, False),
+    ],
+)  # fmt: skip
+def test_what_sglang_reads_of_the_other_layers(config: dict[str, Any], linear: str | None, reads: bool) -> None:
+    assert loaders.sglang_reads(config, linear) is reads
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text"])
+def test_models_with_a_config_class_of_their_own(model_type: str) -> None:
+    assert loaders.reads_by_own_config(model_type, "fp8") is True
+    assert loaders.reads_by_own_config(model_type, "gptq") is False
+    assert loaders.reads_by_own_config("deepseek_v3", "fp8") is False
+    assert loaders.reads_by_own_config(model_type, None) is False

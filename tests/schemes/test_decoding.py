@@ -213,3 +213,16 @@ def test_scales_that_are_not_finite() -> None:
     wrong = replace(matrix, scales=torch.ones(2, 2), global_scale=torch.tensor([1.0, float("nan")]))
     with pytest.raises(MoeqError, match="here: the global scale is not finite"):
         check_matrix(wrong, "here")
+
+
+def test_int8_gives_back_no_part_that_it_does_not_hold() -> None:
+    spec = MatrixSpec("down", 2, 4, "int8", 4, "f32", symmetric=False)
+    matrix = QuantizedMatrix(spec, torch.zeros(2, 4, dtype=torch.uint8), torch.ones(2, 1), torch.full((2, 1), 130))
+    made, scheme = get_format("ct-int8"), None
+    sig = PartSig("I8", (2, 1))
+    found = made.repack(matrix, "weight_zero_point", sig, scheme)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.tolist() == [[2], [2]]
+    assert made.repack(matrix, "bias", sig, scheme) is None  # type: ignore[arg-type]
+    plain = QuantizedMatrix(spec, matrix.codes, matrix.scales)
+    assert made.repack(plain, "weight_zero_point", sig, scheme) is None  # type: ignore[arg-type]
