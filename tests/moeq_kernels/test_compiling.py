@@ -154,11 +154,11 @@ def kernel_parameters(**plain: bool) -> Any:
 
 
 class Handmade(Launch):
-    """A launch of a kernel that nobody wrote: it specialises all parameters but those called `count`."""
+    """A launch of a kernel that nobody wrote: constants come first, and all but `count...` is specialised."""
 
     @property
     def function(self) -> Any:
-        names = {**self.arguments, **self.constants}
+        names = {**self.constants, **self.arguments}
         return kernel_parameters(**{name: name.startswith("count") for name in names})
 
 
