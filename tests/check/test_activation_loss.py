@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from moeq.check import layer_check
-from moeq.check.activation_loss import LIMIT, ActivationLoss
+from moeq.check.activation_loss import LIMIT, RULE, ActivationLoss
+from moeq.check.comparison import FP8_LAYER_RULE, INT8_LAYER_RULE, LAYER_RULE, NORM_RULE
 from moeq.check.inputs import Inputs
 from moeq.check.layer_check import LayerCheck, _groups, _suspects, emulated_input
 from moeq.check.results import Run, Sample
+from moeq.check.run_check import _derivation
 from moeq.check.whole_layer import pass_16bit, pass_fp8, pass_int8
 from moeq.errors import MoeqError
-from moeq.reference.arithmetic import emulate_fp8, emulate_int8, quantize_rows, quantize_rows_e4m3
+from moeq.reference.arithmetic import describe_bound, emulate_fp8, emulate_int8, quantize_rows, quantize_rows_e4m3
 from moeq.reference.moe import Activation, Expert, Linear, activate, rounded
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -247,3 +249,19 @@ def test_ranks_that_quantise_their_own_share_of_a_row(parts, group, refused, mon
         layer_check.check_layer(check(entry=entry, activation_dtype="fp8"), lambda label: None)
     if refused:
         assert (caught.value.code, caught.value.hint) == ("answer.no-kernel", "check a conversion for one rank")
+
+
+def test_rules_are_told_by_the_kind_of_activations() -> None:
+    def rules(**more: Any) -> tuple[str, ...]:
+        spec = {"k": 32, "group_size": 16, "gated": True, "n": 16, "element": more.pop("element")}
+        matrix = SimpleNamespace(spec=SimpleNamespace(**spec))
+        entry = SimpleNamespace(layer=7, layout=more.pop("layout"), matrices={"w13": matrix, "w2": matrix})
+        return _derivation([check(entry=entry, **more)])
+
+    plain = rules(layout="marlin-wna16/1", element="int4")
+    assert (plain[0], plain[-1]) == (NORM_RULE, LAYER_RULE)
+    assert plain[1:-1] == (f"gate, up, down: {describe_bound(32)}",)
+    assert rules(layout="int8-w8a8/1", element="int8")[-1] == INT8_LAYER_RULE
+    assert rules(layout="marlin-fp8/1", element="e4m3", activation_dtype="fp8")[-2:] == (FP8_LAYER_RULE, RULE)
+    assert rules(layout="marlin-fp8/1", element="e4m3")[-1] == LAYER_RULE
+    assert _derivation([]) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,3 +281,15 @@ def test_a_bound_that_is_met_is_kept() -> None:
     sound, wrong = (Emulated(title, value, bound * size) for title, size in (("met", 1), ("missed", 0.999)))
     met.add(4, actual.clamp(max=0.5), (wrong, sound), torch.tensor([6, 9]))
     assert met.arithmetic == 1
+
+
+def test_the_way_of_the_smaller_median_error_wins_a_tie() -> None:
+    comparison = ProductComparison("up", 64)
+    comparison._titles = ("first", "second")
+    for first, second in ((0.1, 0.2), (0.5, 0.4), (0.1, 0.2), (0.5, 0.4)):
+        comparison._experts.append(
+            tuple(SimpleNamespace(exceedance=one, features=0) for one in (first, second))  # type: ignore[arg-type]
+        )
+    assert comparison.arithmetic == 1
+    del comparison._experts[1::2]
+    assert comparison.arithmetic == 0

@@ -22,7 +22,7 @@ from moeq.update.incoming import NewWeights, ProjectionBlock
 from moeq.update.layers import WritableLayer
 from moeq.update.merge import merged_matrix, whole_matrix
 from moeq.update.packing import calibrations_of, check_reversible, pack
-from moeq.update.snapshot import read_digests, read_matrix
+from moeq.update.snapshot import messages_of, read_digests, read_matrix
 
 INT8ACT = "marlin-wna16-int8act/1"
 
@@ -186,3 +186,11 @@ def test_digests_without_a_kernel(layout: str, gather: bool | None, scheme: Sche
     monkeypatch.setattr("moeq_kernels.blake3.digests", None)
     assert read_digests(layer, (), gather=gather) == wanted
     assert len(wanted) == 6
+
+
+def test_messages_are_whole_blocks(scheme: Scheme) -> None:
+    """BLAKE3 hashes blocks of 64 bytes: the last one ends in zeros."""
+    layer = filled(made("triton-wna16/1", scheme))
+    messages, length = messages_of(layer, "w2", slice(0, 2))
+    assert messages.shape == (2, 1, -(-length // 64) * 64)
+    assert not messages[:, :, length:].any()
