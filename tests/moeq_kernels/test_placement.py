@@ -102,6 +102,18 @@ def test_columns_that_cut_a_source_word_are_placed_one_by_one() -> None:
     assert torch.equal(target.flatten(), expected(arrangement, codes[:, :12], 4, 0, 4))
 
 
+def test_tiles_have_zeros_beyond_the_columns_of_the_source() -> None:
+    arrangement = Arrangement("n, k a4 -> n k | a")
+    placement = whole(arrangement, 4, 4, 32)
+    codes = torch.randint(1, 16, (4, 32), dtype=torch.uint8)
+    codes[:, 16:] = 0
+    assert tiling_of(placement, Packing(8), 4) is not None
+    target = torch.full((4, 8), 0x5A, dtype=torch.int16)
+    source = packed_source(codes[:, :16], 4, 8, tuple(range(8)))
+    place_together([Write(source, target, placement, (4, 16), Packing(8))])
+    assert torch.equal(target.flatten(), expected(arrangement, codes, 4, 0, 4))
+
+
 def inner_bits_swapped(bits: int) -> tuple[tuple[int, int], ...]:
     """Return the steps that exchange the two bits in the middle of each byte of a word."""
     kept, low, high = (int(f"{byte:02x}" * (bits // 8), 16) for byte in (0xE7, 0x08, 0x10))
