@@ -152,3 +152,9 @@ def test_the_closest_kernel_of_a_layout() -> None:
     other = report_of_layout(scheme("gptq", "int8"), SHAPE, where, layout)
     assert other is not None
     assert other.supported == (own(scheme("gptq", "int8")).selected is not None)
+
+
+def test_scales_of_kernels_are_listed_with_f16_first() -> None:
+    read = {row.scales for row in builtin_policy().kernels if len(row.scales) > 1}
+    assert read
+    assert {scales[0] for scales in read if "f16" in scales} == {"f16"}

@@ -214,3 +214,18 @@ def test_notes_and_other_reasons() -> None:
     assert spread.reason == "nothing was measured with expert parallelism and an all-to-all"
     single = ranked(gpu("H100"), shape=replace(SHAPE, gated=False, activation="relu2_no_mul"))
     assert single.reason == "only layers with gate and up were measured"
+
+
+def test_what_a_ranking_is_without_validation() -> None:
+    assert (ranking.DECODE, ranking.PREFILL, ranking.MIN_LAYERS, ranking.MAX_FACTOR) == (
+        (1, 8, 32, 128),
+        (512, 4096),
+        8,
+        1.5,
+    )
+    empty = Ranking("H100", None)
+    assert (empty.ranks, empty.unmeasured, empty.reason, empty.notes) == ((), (), "", ())
+    table = ranking.read_table({"rates": [1.0, 2.0, 3.0, 4], "backends": []})
+    assert table == ranking.Table(ranking.Rates(1.0, 2.0, 3.0, 4), ())
+    for one in (empty, table):
+        assert (one.compared, one.right, one.regret) == (0, 0, 0.0)
