@@ -414,3 +414,26 @@ def test_warm_ups_add_up() -> None:
     assert total == Warmed(7, 3, 0.75, True)
     assert not (Warmed(0, 0, 0.0, False) + total).kept
     assert not (total + Warmed(0, 0, 0.0, False)).kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("link", " is a link"), ("file", "Not a directory: "), ("open", " has mode 0755; chmod 700 makes it usable")],
+)
+def test_why_a_cache_is_not_used_is_said(
+    kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / f"cache-{kind}"
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "file":
+        path.touch()
+    else:
+        path.mkdir()
+        path.chmod(0o755)
+    monkeypatch.setenv("MOEQ_KERNEL_CACHE", str(path))
+    assert compiling.code_cache() is None
+    (record,) = caplog.records
+    assert said in record.getMessage()
+    assert str(path) in record.getMessage()
