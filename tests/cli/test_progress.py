@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -18,7 +19,7 @@ from moeq.cli.app import run
 from moeq.cli.conversion_report import ConversionReport, EventLog
 from moeq.cli.out import Output
 from moeq.cli.progress import Beat, ProgressReport
-from moeq.errors import ExitCode
+from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline import events
 from moeq.report.text import human_seconds
 
@@ -186,6 +187,10 @@ class TestHeartbeats:
         assert [human_seconds(seconds) for seconds in spans] == shown
 
 
+def refuse(message: str) -> None:
+    raise AssertionError(message)
+
+
 class TestEvents:
     def test_a_conversion_as_lines(self, checkpoints: Path, tmp_path: Path) -> None:
         log = tmp_path / "events.jsonl"
@@ -283,6 +288,20 @@ class TestEvents:
         assert threading.active_count() == before
         assert report._log is not None
         assert report._log._fd == -1
+
+    def test_events_can_be_read_by_all_and_are_appended(self, tmp_path: Path) -> None:
+        before = os.umask(0)
+        try:
+            for _ in range(2):
+                log = EventLog(tmp_path / "events.jsonl", refuse)
+                log.write("started", one=1)
+                log.close()
+        finally:
+            os.umask(before)
+        assert (tmp_path / "events.jsonl").stat().st_mode & 0o777 == 0o644
+        assert [line["one"] for line in read(tmp_path / "events.jsonl")] == [1, 1]
+        with pytest.raises(MoeqError, match=r"cannot write events to .*absent/x: No such file or directory"):
+            EventLog(tmp_path / "absent" / "x", refuse)
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
     def test_a_full_disk_stops_the_events_and_not_the_work(self) -> None:
