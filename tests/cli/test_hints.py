@@ -87,7 +87,22 @@ def test_what_hints_name_exists() -> None:
 
 
 #: What follows the name of the program in sentences.
-_WORDS = {"that", "reads", "looks", "has", "itself", "wrote", "on", "and", "writes", "is", "does", "knows", "have"}
+_WORDS = {
+    "removes",
+    "that",
+    "reads",
+    "looks",
+    "has",
+    "itself",
+    "wrote",
+    "on",
+    "and",
+    "writes",
+    "is",
+    "does",
+    "knows",
+    "have",
+}
 
 
 def called(capsys: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, dict[str, Any]]:
