@@ -99,8 +99,7 @@ class Failure:
 def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
     """List layouts and elements that the family reads and whose layout's name holds one of `formats`."""
     integers = [("marlin-wna16/1", "int4")] * 3 + [("marlin-wna16/1", "int8")]
-    marlin = [("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1")]
-    mxfp4 = [*marlin, ("moeq-mxfp4/1", "e2m1")]
+    mxfp4 = [(f"{name}/1", "e2m1") for name in ("marlin-mxfp4", "marlin-mxfp4-interleaved", "moeq-mxfp4")]
     few_bits = [("moeq-wna16/1", "int2"), ("moeq-wna16/1", "int3")]
     w8a8 = [("int8-w8a8/1", "int8")]
     read = {
@@ -108,7 +107,7 @@ def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
         "hopper-w4a16": [*integers, *few_bits, *mxfp4, *FLOATS],
         "hopper-w8a8": w8a8,
         "hopper-fp8": list(FP8),
-        "hopper-w4a8": [*marlin, ("marlin-wna16/1", "int4")],
+        "hopper-w4a8": [*mxfp4, ("marlin-wna16/1", "int4")],
         "mma-w4a16": [*integers, *mxfp4, *FLOATS],
         "portable": list(FORMATS),
     }[family]
