@@ -200,6 +200,7 @@ def test_without_numba_everything_goes_through_torch() -> None:
 import sys
 sys.modules["numba"] = None
 import torch
+from moeq.layouts import words
 from moeq.layouts.marlin.maps import WEIGHT
 words.COMPILED_FROM = 0
 assert not words.have_numba()
