@@ -128,16 +128,16 @@ from moeq.layouts.loops import compare, native
 one = np.zeros((4, 8), np.uint8)
 found = []
 def other():
-    found.append(compare.same(one, one.copy()))
+    found.append(compare.equal_rows(one, one.copy()))
 with native.only_cached():
     try:
-        compare.same(one, one.copy())
+        compare.equal_rows(one, one.copy())
     except native.NotCachedError as error:
         found.append("compare_loops" in str(error))
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    found.append(compare.same(one, one.copy()))
+    found.append(compare.equal_rows(one, one.copy()))
 print(*found)
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
