@@ -226,3 +226,19 @@ def test_locks_that_are_shared(folder: OutputFolder, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fcntl, "flock", unlocked)
     with path.open("rb") as one:
         require_lock(one.fileno(), path)
+
+
+def test_a_damaged_first_line_is_known_by_its_length_and_its_body_or_seal() -> None:
+    whole = journal_module._head(STAMP)
+    body, mark, seal = whole.rpartition(b',"seal":"')
+    other_body, other_seal = body.replace(b"here", b"hero"), bytes(reversed(seal.removesuffix(b'"}'))) + b'"}'
+    assert (other_body != body, other_seal != seal) == (True, True)
+    for line, known in (
+        (whole, True),
+        (body + mark + other_seal, True),
+        (other_body + mark + seal, True),
+        (other_body + mark + other_seal, False),
+        (whole + b" ", False),
+        (whole[:-1], False),
+    ):
+        assert journal_module._was_head_of(line, STAMP) == known, line

@@ -16,7 +16,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.matrix import MatrixSpec
 from moeq.model.info import RoutingInfo
-from moeq.pipeline.plan.layer_plan import _padded_group
+from moeq.pipeline.plan.layer_plan import _padded_group, describe
 from moeq.pipeline.plan.layer_verdict import (
     CLASSES_OF_SETS,
     class_gate,
@@ -277,3 +277,17 @@ def test_a_set_of_experts_has_a_module_of_its_own() -> None:
     assert module_of_set(architecture, prefix, range(4)) == "model.layers.3.mlp.text_experts"
     assert module_of_set(architecture, prefix, range(4, 8)) == "model.layers.3.mlp.vision_experts"
     assert module_of_set("Qwen3MoeForCausalLM", prefix, range(4, 8)) == prefix
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (MatrixSpec("w13", 64, 32, "int4", 16, "f16"), "int4 g16 symmetric [64, 32] f16"),
+        (
+            MatrixSpec("w2", 64, 32, "int8", 32, "bf16", False, True),
+            "int8 g32 with zero points, act-order [64, 32] bf16",
+        ),
+    ],
+)
+def test_messages_describe_a_matrix_in_one_phrase(spec: MatrixSpec, text: str) -> None:
+    assert describe(spec) == text
