@@ -78,9 +78,9 @@ def test_products_multiply_bytes_from_shared_memory_and_never_spill(
         assert outcomes[name]["wgmma"] == [["QGMMA.64x128x32.F32.E4M3.E4M3"] * 8] * 2
     # a loop for each height, 64, 96, 128 and 160 tokens, of one product or two
     products = ((64,), (64, 32), (128,), (128, 32))
-    heights = [{f"QGMMA.64x{tokens}x32.F32.E4M3.E4M3" for tokens in one} for one in products]
-    assert [set(loop) for loop in outcomes["w4a8-160-gate-up"]["wgmma"]] == heights * 2
-    assert [set(loop) for loop in outcomes["w4a8-int4-160-g128"]["wgmma"]] == heights * 2
+    for name, weights in (("w4a8-160-gate-up", "E5M2"), ("w4a8-int4-160-g128", "E4M3")):
+        heights = [{f"QGMMA.64x{tokens}x32.F32.{weights}.E4M3" for tokens in one} for one in products]
+        assert [set(loop) for loop in outcomes[name]["wgmma"]] == heights * 2
     assert all(int(str(one["shared"])) <= 227 * 1024 for one in outcomes.values())
     assert int(str(outcomes["int8-narrow16x6-down"]["shared"])) <= 113 * 1024  # two programs on a multiprocessor
 
