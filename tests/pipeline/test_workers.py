@@ -63,7 +63,7 @@ class Impatient(queue.SimpleQueue):  # type: ignore[type-arg]
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         try:
-            return super().get(timeout=2)
+            return super().get(timeout=20)
         except queue.Empty:
             Impatient.waited_in_vain = True
             raise
@@ -136,12 +136,16 @@ def test_every_item_is_read_packed_and_written_once(monkeypatch: pytest.MonkeyPa
 def test_a_reader_that_fails_stops_the_other_although_nobody_has_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(9, read=0)
     failing: list[threading.Thread] = []
+    beside = threading.Event()  # the other reader has its number, and would have none if it came too late
 
     def wait(number: int) -> None:
         if number == 0:
             failing.append(threading.current_thread())
-        elif steps.failed.wait(5):
-            failing[0].join(5)
+            assert beside.wait(60)
+            return
+        beside.set()
+        if steps.failed.wait(60):
+            failing[0].join(60)
 
     steps.before["read"] = wait
     with pytest.raises(ZeroDivisionError):
