@@ -221,7 +221,7 @@ def test_arguments_of_a_build_are_in_its_order() -> None:
 
 
 class Launched:
-    """What kernels read: of each launch its stream, grid, block, attributes, and the parameters' bytes."""
+    """Stream, grid, block, attributes and parameter bytes of each launch, as the kernels read them."""
 
     def __init__(self, library: Library, sizes: tuple[int, ...]) -> None:
         self.found: list[Any] = []
