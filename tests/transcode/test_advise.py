@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint.builder import config, quantization, write
 
 from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.matrix import MatrixSpec
+from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
-from moeq.transcode.advise import _command, _requests, advise
-from moeq.transcode.survey import TranscodeRequest
+from moeq.schemes.base import Granularity, QuantKey, ScaleKey, Scheme
+from moeq.schemes.format import Described
+from moeq.transcode.advise import Advice, _command, _exact, _own_format, _proof, _requests, advise
+from moeq.transcode.configs import weights_of
+from moeq.transcode.survey import RecodedProjection, TranscodeRequest
+from moeq.transcode.transcode_plan import TranscodePlan, make_transcode_plan
 
 #: Refused deployments: checkpoint, GPU, TP, dtype, what is suggested for them.
 REFUSED = (
@@ -148,3 +156,99 @@ def test_modules_that_the_engine_cannot_load_become_floats(checkpoints: Path, tm
     assert judge_checkpoint(made, Deployment(parse_gpu("H100")), explain=False).ok
     resumed, document = said(capsys, "transcode", source, out, "--to", "fp8", "--allow-lossy")
     assert (resumed, document["already_done"]) == (0, True)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write(tmp_path_factory.mktemp("advise")))
+
+
+@pytest.fixture(scope="module")
+def plan(made: Checkpoint) -> TranscodePlan:
+    return make_transcode_plan(made, TranscodeRequest("src", "compressed-tensors"))
+
+
+INT4 = MatrixSpec("down", 128, 256, "int4", 128, "f16")
+FP8 = MatrixSpec("down", 128, 256, "e4m3", 128, "f32")
+NVFP4 = MatrixSpec("down", 128, 256, "e2m1", 16, "e4m3")
+
+
+@pytest.mark.parametrize(
+    ("before", "granularity", "after", "spelling", "to", "exact"),
+    [
+        (INT4, "group", INT4, "ct-pack", "compressed-tensors", True),
+        (INT4, "group", replace(INT4, scale_dtype="f32"), "ct-pack", "compressed-tensors", False),
+        (INT4, "group", replace(INT4, element="int8"), "ct-pack", "compressed-tensors", False),
+        (INT4, "group", INT4, "gptq", "gptq", True),
+        (replace(INT4, symmetric=False), "group", replace(INT4, symmetric=False), "gptq", "gptq", False),
+        (replace(INT4, symmetric=False), "group", replace(INT4, symmetric=False), "gptq", "gptq_v2", True),
+        (replace(INT4, symmetric=False), "group", replace(INT4, symmetric=False), "ct-pack", "gptq", True),
+        (FP8, "block", FP8, "fp8-block", "fp8", True),
+        (FP8, "block", FP8, "modelopt-fp8-block", "modelopt", True),
+        (replace(FP8, group_size=256), "channel", FP8, "fp8-block", "fp8", False),
+        (replace(FP8, group_size=256), "channel", FP8, "ct-fp8-block", "compressed-tensors", False),
+        (NVFP4, "group", NVFP4, "modelopt-nvfp4", "nvfp4", True),
+        (NVFP4, "group", NVFP4, "ct-nvfp4", "compressed-tensors", False),
+    ],
+)
+def test_what_stays_whatever_the_data(
+    plan: TranscodePlan, before: MatrixSpec, granularity: Granularity, after: MatrixSpec, spelling: str, to: str,
+    exact: bool,
+) -> None:  # fmt: skip
+    key = QuantKey(before.element, "", ScaleKey(before.scale_dtype, granularity, (1, before.group_size)))
+    weights = weights_of(spelling, after, after.group_size, activations=False)
+    projected = RecodedProjection(Described(Scheme("any", key), before), spelling, after, weights)
+    assert _exact(projected, replace(plan, request=replace(plan.request, to=to))) is exact
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "proof"),
+    [
+        ("gptq-int4-g32-qwen3moe", "compressed-tensors", "exact"),
+        ("gptq-int4-g32-qwen3moe", "bf16", "rounded"),
+        ("gptq-int4-g32-qwen3moe", "fp8", None),
+        ("ct-int4-asym-g32-mixtral", "gptq", "checked"),
+        ("ct-mxfp4-qwen3moe", "bf16", "checked"),
+        ("ct-mxfp4-qwen3moe", "fp8", "checked"),
+        ("ct-fp8-tensor-qwen3moe", "fp8", "checked"),
+        ("ct-nvfp4-qwen3moe", "nvfp4", "exact"),
+    ],
+)
+def test_fates_of_values(checkpoints: Path, name: str, to: str, proof: str | None) -> None:
+    """Integers under the scales of FP8 blocks would be rounded: nobody is told to do that."""
+    assert _proof(make_transcode_plan(open_checkpoint(checkpoints / name), TranscodeRequest("src", to))) == proof
+
+
+@pytest.mark.parametrize(
+    ("table", "target"),
+    [
+        (quantization(), "gptq"),
+        (quantization(checkpoint_format="gptq_v2"), "gptq_v2"),
+        (quantization(quant_method="awq", checkpoint_format="gptq_v2"), None),
+        (quantization(quant_method="fp8"), "fp8"),
+        (None, None),
+    ],
+)
+def test_formats_of_sources(tmp_path: Path, table: dict[str, Any] | None, target: str | None) -> None:
+    assert _own_format(open_checkpoint(write(tmp_path, document=config(quantization_config=table)))) == target
+
+
+def test_advice_is_told() -> None:
+    told = {
+        "exact": "every value stays",
+        "checked": "written only if every value fits",
+        "rounded": "values that do not fit are rounded once",
+    }
+    for proof, words in told.items():
+        one = Advice("moeq transcode a b --to fp8", "MARLIN", proof)  # type: ignore[arg-type]
+        assert one.text == f"moeq transcode a b --to fp8 (MARLIN takes it; {words})"
+        assert one.to_json() == {"command": "moeq transcode a b --to fp8", "backend": "MARLIN", "proof": proof}
+
+
+def test_a_revision_is_asked_for_again(tmp_path: Path) -> None:
+    made = open_checkpoint(write(tmp_path))
+    made.source.revision = "abc"
+    found = list(_requests("src", made, Deployment(parse_gpu("H100"), tp=2)))
+    assert {row.revision for row in found} == {"abc"}
+    assert [row.to for row in found][:2] == ["gptq", "compressed-tensors"]
+    assert [row.to for row in found].count("gptq") == 2  # its own, and among the others

@@ -136,7 +136,7 @@ def test_one_scale_of_a_row_is_repeated_over_all_blocks() -> None:
 
 def test_zero_points_of_0_are_left_to_the_reference_path() -> None:
     zero = integers(zeros=np.array([[5, 0], [7, 8]], np.uint8))
-    assert not CopyRecoder(1, nonzero=True).holds_one(zero, zero)
+    assert CopyRecoder(1, nonzero=True).holds_one(zero, zero) is False
     assert CopyRecoder(1, nonzero=False).holds_one(zero, zero)
     assert CopyRecoder(1, nonzero=True).holds_one(integers(), integers())
     none = {name: field for name, field in integers().items() if name != "zeros"}
@@ -181,6 +181,25 @@ def test_what_is_recoded_from_mxfp4_is_proven() -> None:
         for name in shapes:
             for wrong in ([made[0], damaged(made[1], name)], [damaged(made[0], name), made[1]]):
                 assert recoder.changes([source, source], wrong) is None
+
+
+@pytest.mark.parametrize(
+    ("exponents", "codes", "power"),
+    [((127, 120), 0x22222222, -8), ((120, 130), 0x22222222, -5), ((0, 0), 0x22222222, -135), ((130, 130), 0, -8)],
+)
+def test_the_largest_scale_in_use_becomes_the_largest_power(exponents: tuple[int, int], codes: int, power: int) -> None:
+    """A matrix of zeros uses none, whatever its scales say; the other one decides for both."""
+    source = {"codes": np.full((1, 8), codes, np.uint32), "scales": np.array([exponents], np.uint8)}
+    empty = {"codes": np.full((1, 8), 0x88888888, np.uint32), "scales": np.array([[200, 200]], np.uint8)}
+    made = [
+        {"codes": np.zeros((1, 8), np.uint32), "scales": np.zeros((1, 4), np.uint8),
+         "global_scale": np.zeros((1, 1), np.uint32)} for _ in range(2)
+    ]  # fmt: skip
+    Mxfp4ToNvfp4().fill([source, empty], made)
+    assert [float(one["global_scale"].view(np.float32)[0, 0]) for one in made] == [2.0**power] * 2
+    if codes:
+        largest = max(exponents) - 127 - power
+        assert e4m3_values()[made[0]["scales"]].max() == 2.0**largest == 256.0
 
 
 def test_a_number_that_engines_share_is_one() -> None:
