@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,19 @@ import pytest
 import torch
 from transcode.test_floats import deepseek_v4
 
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
-from moeq.transcode.expert_pack import LOADER_NAME, MANIFEST_NAME, PACK_NAME, PackPlan, plan_pack
+from moeq.model import open as open_checkpoint
+from moeq.transcode.expert_pack import (
+    LOADER_NAME,
+    MANIFEST_NAME,
+    PACK_NAME,
+    PackPlan,
+    _aligned,
+    finish_pack,
+    loader_config,
+    plan_pack,
+)
 from moeq.transcode.transcode import check, transcode
 
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -94,3 +107,84 @@ def test_a_pack_is_of_layers_that_are_alike() -> None:
     with pytest.raises(MoeqError, match=r"model: config\.json has no num_experts_per_tok") as refused:
         pack_of((0, 4, roles), top_k=None)
     assert refused.value.code == "source.bad-config"
+
+
+def made_pack(tmp_path: Path) -> tuple[PackPlan, OutputFolder]:
+    """A pack of one layer of two experts, whose matrices have 5,000 bytes each."""
+    names = [f"{expert}.{role}" for expert in (0, 1) for role in ("gate", "up", "down")]
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {name: ((50, 100), "U8") for name in names}
+    pack = PackPlan("the.pack", tensors, None, 1, 2, top_k=3, sizes=((64, 32), (65, 33), (32, 64)))
+    folder = OutputFolder(tmp_path)
+    data = bytearray(pack.form.size)
+    for number, (start, stop) in enumerate(pack.form.ranges.values()):
+        data[start:stop] = bytes([number + 1]) * (stop - start)
+    (tmp_path / pack.name).write_bytes(data)
+    return pack, folder
+
+
+def test_places_in_a_pack(tmp_path: Path) -> None:
+    """Header and index first, experts at multiples of 4,096, their matrices adjacent."""
+    pack, folder = made_pack(tmp_path)
+    folder.close()
+    assert (pack.matrix_bytes, pack.stride, pack.data_start) == (5000, 16384, 4096)
+    assert list(pack.form.ranges.values()) == [
+        (4096, 9096), (9096, 14096), (14096, 19096), (20480, 25480), (25480, 30480), (30480, 35480),
+    ]  # fmt: skip
+    assert pack.form.size == 4096 + 2 * 16384
+    assert [_aligned(size) for size in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
+
+
+def test_header_and_index_of_a_pack(tmp_path: Path, checkpoints: Path) -> None:
+    """Byte for byte as `srt/model_loader/expert_pack/format.py` of SGLang 0.5.23 lays them out."""
+    pack, folder = made_pack(tmp_path)
+    checkpoint = open_checkpoint(checkpoints / "mxfp4-gptoss")
+    with folder:
+        manifest = finish_pack(folder, pack, checkpoint, {"b": 1, "a": 2})
+    raw = (tmp_path / pack.name).read_bytes()
+    source = hashlib.sha256(checkpoint.source.identity().encode()).hexdigest()
+    config = hashlib.sha256(b'{"a": 2, "b": 1}').hexdigest()
+    identity = hashlib.sha256(f"sglang-deepseek-expert-pack-v1:{source}:{config}".encode()).hexdigest()
+    header, entry = manifest["header_bytes"], manifest["index_entry_bytes"]
+    assert (header, entry) == (176, 328)
+    assert raw[:24].rstrip(b"\0") == b"SGLANG-EXPERTPACK-v1"
+    assert struct.unpack_from("<IIIIQQQIIII", raw, 24) == (1, header, entry, 3, 6, 4096, 4096, 1, 2, 3, 3)
+    assert raw[header - 96 : header].hex() == identity + source + config
+    for number in range(6):
+        expert, role = divmod(number, 3)
+        one = raw[header + number * entry :][:entry]
+        assert struct.unpack_from("<HHBBH", one) == (0, expert, role, 2, 39)
+        assert one[8:24].rstrip(b"\0") == b"MXFP4"
+        assert one[24:104].rstrip(b"\0").decode() == f"blk.0.ffn_{('gate', 'up', 'down')[role]}_exps.weight"
+        start = 4096 + expert * 16384 + role * 5000
+        assert struct.unpack_from("<6Q", one, 104) == (0, 2 * 5000, expert * 5000, 5000, start, 5000)
+        digest = hashlib.sha256(bytes([number + 1]) * 5000).digest()
+        assert one[152:248] == bytes(32) + digest + digest
+        columns, rows = ((64, 32), (65, 33), (32, 64))[role]
+        assert struct.unpack_from("<4Q", one, entry - 80) == (columns, rows, 0, 0)
+        assert (one[-48:-32].rstrip(b"\0"), one[-32:-16].rstrip(b"\0")) == (b"MXFP4", b"identity-v1")
+        generation = hashlib.sha256(f"{identity}:{source}:0:{expert}".encode()).digest()[:8]
+        assert struct.unpack_from("<QQ", one, entry - 16) == (32, int.from_bytes(generation, "little"))
+    assert not any(raw[header + 6 * entry : 4096])
+    wanted = {
+        "format": "SGLANG-EXPERTPACK-v1", "version": 1, "complete": True, "layout": "triplet_identity",
+        "role_order": ["gate", "up", "down"], "alignment": 4096, "pack_path": "the.pack", "pack_size": len(raw),
+        "index_count": 6, "data_start": 4096, "object_count": 2, "object_payload_bytes": 15000,
+        "object_stride": 16384, "role_bytes": 5000, "payload_bytes": 30000, "padding_bytes": 32768 - 30000,
+        "source": {"path": "DeepSeek-V4-Flash.gguf", "sha256": source},
+    }  # fmt: skip
+    assert {key: manifest[key] for key in wanted} == wanted
+    assert manifest["model"] == {
+        "ref": checkpoint.info.name, "model_identity_sha256": identity, "config_sha256": config, "num_layers": 1,
+        "num_routed_experts": 2, "top_k": 3, "single_gpu": True,
+    }  # fmt: skip
+    assert loader_config(manifest) == {
+        "pack_path": PACK_NAME, "manifest_path": MANIFEST_NAME, "source_path": "DeepSeek-V4-Flash.gguf",
+        "source_sha256": source, "model_identity_sha256": identity, "config_sha256": config,
+    }  # fmt: skip
+
+
+def test_a_pack_that_ends_too_early(tmp_path: Path, checkpoints: Path) -> None:
+    pack, folder = made_pack(tmp_path)
+    os.truncate(tmp_path / pack.name, pack.form.size - 16384)
+    with folder, pytest.raises(MoeqError, match=r"the expert pack ends before byte 25,480"):
+        finish_pack(folder, pack, open_checkpoint(checkpoints / "mxfp4-gptoss"), {})
