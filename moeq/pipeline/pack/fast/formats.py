@@ -69,8 +69,7 @@ class StoredProjection:
         """Return whether headers alone allow this fast path."""
         spec = self.spec
         return (
-            len(self.names) + len(self.others) == len(self.sigs)
-            and {"codes", "scale"} <= self.names.keys() <= _ROLES
+            {"codes", "scale"} <= self.names.keys() <= _ROLES
             and (spec.element != "int8" or self.view.signed or self.sigs[self.names["codes"]].dtype == "I32")
             and spec.bits in ((4,) if self.view.nibble_of_column else (4, 8))
             and spec.k * spec.bits % 32 == 0
