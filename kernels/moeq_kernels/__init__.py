@@ -25,6 +25,7 @@ _PUBLIC = {
     "PackedExperts": "moeq_kernels.records:PackedExperts",
     "PackedMatrix": "moeq_kernels.records:PackedMatrix",
     "PreparedLayer": "moeq_kernels.prepared:PreparedLayer",
+    "RoutedLayer": "moeq_kernels.routed:RoutedLayer",
     "Warmed": "moeq_kernels.compiling:Warmed",
     "expert_products": "moeq_kernels.products:expert_products",
     "explain": "moeq_kernels.prepared:explain",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from moeq_kernels.products import expert_products as expert_products
     from moeq_kernels.records import PackedExperts as PackedExperts
     from moeq_kernels.records import PackedMatrix as PackedMatrix
+    from moeq_kernels.routed import RoutedLayer as RoutedLayer
     from moeq_kernels.routing import Router as Router
     from moeq_kernels.routing import route as route
     from moeq_kernels.warming import warmup as warmup

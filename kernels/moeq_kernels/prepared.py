@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from dataclasses import fields, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,18 +11,19 @@ from torch._C import _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moeq_kernels import portable
-from moeq_kernels.areas import Area
 from moeq_kernels.compiling import Warmed
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError
 from moeq_kernels.gpu import GPUS, Gpu, gpu_of
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.cost import rounded
-from moeq_kernels.launch import run_with_triton
+from moeq_kernels.launch import Schedule, run_with_triton
 from moeq_kernels.mma import mma_launches as mma
 from moeq_kernels.operators import Forward, register
 from moeq_kernels.problem import Problem, describe, symbolic, tensors_of
+from moeq_kernels.programs import Program, program_of
 from moeq_kernels.records import PackedExperts
+from moeq_kernels.routing import Choosing
 from moeq_kernels.schedules import FAMILIES, piece_tokens, schedule, workspace_bytes
 from moeq_kernels.validate import (
     as_int32,
@@ -39,40 +37,6 @@ from moeq_kernels.validate import (
     shape_of,
 )
 from moeq_kernels.warming import warmup
-
-#: Upper bound of the token counts whose launches are kept per problem; the oldest is evicted first.
-MAX_KEPT_COUNTS = 4096
-
-
-class Program:
-    """Launches of all layers of one problem on one device, by number of tokens."""
-
-    def __init__(self, family: str, problem: Problem, device: int, plan: Any) -> None:
-        self.family, self.problem, self.device, self.plan = family, problem, device, plan
-        self.weights = [f"{name}.{field.name}" for name, matrix in (("w13", problem.w13), ("w2", problem.w2))
-                        for field in fields(matrix) if isinstance(getattr(matrix, field.name), Area)]  # fmt: skip
-        from moeq_kernels.cuda import MOVING
-
-        self.roots = (*MOVING, *self.weights)
-        self.maps: dict[Any, int] = {}
-        self.bounds: OrderedDict[int, Any] = OrderedDict()
-        self.lock = threading.Lock()
-
-    def bind(self, tokens: int) -> Any:
-        """Plan, load and keep the launches for a new number of tokens."""
-        from moeq_kernels.cuda import Bound
-
-        planned = schedule(self.family, self.problem, tokens, self.plan)
-        with self.lock, torch.cuda.device(self.device):
-            found = self.bounds[tokens] = Bound(planned, self.roots, self.maps, self.problem.gpu, self.device)
-            while len(self.bounds) > MAX_KEPT_COUNTS:
-                self.bounds.popitem(last=False)
-        return found
-
-
-@cache
-def _program(family: str, problem: Problem, device: int, plan: Any) -> Program:
-    return Program(family, problem, device, plan)
 
 
 class PreparedLayer:
@@ -99,12 +63,12 @@ class PreparedLayer:
         self._expected = (problem.dtype, problem.hidden, problem.top_k, device)
         self._tensors = tensors
         self._plan = plan
-        self._direct = device.type == "cuda" and torch.version.hip is None
+        self.is_direct = device.type == "cuda" and torch.version.hip is None
         self._maps: list[int] = []  # addresses of the weights' descriptors
         self._kept: list[Any] = []  # the descriptors, which have to stay alive
-        if self._direct:
-            self._program = _program(self.family, problem, device.index, plan)
-            self._weights = [tensors[name].data_ptr() for name in self._program.weights]
+        if self.is_direct:
+            self._program = program_of(family, problem, device.index, plan, None)
+            self.weight_addresses = [tensors[name].data_ptr() for name in self._program.weights]
         self._handle = register(self)
 
     def __str__(self) -> str:
@@ -134,9 +98,17 @@ class PreparedLayer:
         """Compile and load all kernels for 1 to max_tokens tokens. Raises KernelEnvironmentError if one fails."""
         return warmup([self], max_tokens)
 
+    def program(self, choosing: Choosing) -> Program:
+        """Return the program whose first kernel chooses the experts."""
+        return program_of(self.family, self.problem, self._program.device, self._plan, choosing)
+
+    def schedule(self, tokens: int) -> Schedule:
+        """Return the launches of a call of `tokens` tokens."""
+        return schedule(self.family, self.problem, tokens, self._plan)
+
     def explain(self, tokens: int) -> str:
         """Describe the layer, and in one line each the kernels that a call of `tokens` tokens launches."""
-        planned = schedule(self.family, self.problem, tokens, self._plan)
+        planned = self.schedule(tokens)
         lines = [str(self)]
         for launch in planned.launches:
             name = launch.kernel.rpartition(":")[2]
@@ -198,22 +170,30 @@ class PreparedLayer:
         ):
             x, topk_weights, topk_ids = self._accept(x, topk_weights, topk_ids)
         if (expert_map is None) == self.problem.mapped:
-            self._refuse_map(expert_map)
-        if out is None:
-            y = torch.empty_like(x)
-        else:
-            y = out
-            if not (
-                y.shape == x.shape
-                and y.dtype == dtype
-                and y.device == device
-                and y.is_contiguous()
-                and abs(y.data_ptr() - x.data_ptr()) >= x.nbytes
-            ):
-                self._refuse_out(x, y)
+            self.refuse_map(expert_map)
+        y = self.checked_out(x, out)
         if tokens:
             self._run(x, topk_weights, topk_ids, y, workspace, expert_map)
         return y
+
+    def checked_out(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """Return the tensor for y, or a new one like x. Raises KernelArgumentError if it does not fit."""
+        if out is None:
+            return torch.empty_like(x)
+        if not (
+            out.shape == x.shape
+            and out.dtype == x.dtype
+            and out.device == x.device
+            and out.is_contiguous()
+            and abs(out.data_ptr() - x.data_ptr()) >= x.nbytes
+        ):
+            apart = out.device != x.device or abs(out.data_ptr() - x.data_ptr()) >= x.nbytes
+            shared = "out is in the memory of x; kernels still read x while they write out"
+            require(apart or out.shape != x.shape, shared)
+            raise KernelArgumentError(
+                f"out is {shape_of(out)} on {out.device}; it must be contiguous and like x, {shape_of(x)} on {x.device}"
+            )
+        return out
 
     def _as_operator(
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, out: Tensor | None, workspace: Tensor | None,
@@ -229,31 +209,27 @@ class PreparedLayer:
     ) -> None:  # fmt: skip
         if self.device.type == "meta":  # meta tensors have shapes only
             return
-        if not self._direct:
-            self._run_with_triton(x, topk_weights, topk_ids, y, workspace, expert_map)
+        if not self.is_direct:
+            check_ids(topk_ids, self.problem.known)
+            given = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids, "out": y}
+            self.run_with_triton(self.schedule(x.shape[0]), given, workspace, expert_map)
             return
         program, tokens = self._program, x.shape[0]
         bound = program.bounds.get(tokens) or program.bind(tokens)
-        if workspace is None:
-            workspace = torch.empty(bound.workspace_bytes, dtype=torch.uint8, device=self.device)
-        place = workspace.data_ptr()
-        if (
-            workspace.nbytes < bound.workspace_bytes
-            or place % 16
-            or workspace.dtype != torch.uint8
-            or workspace.device != x.device
-            or not workspace.is_contiguous()
-        ):
-            self._refuse_workspace(x, workspace, bound.workspace_bytes)
+        workspace = self.checked_workspace(x, workspace, bound.workspace_bytes)
         if expert_map is not None:
-            expert_map = self._checked_map(expert_map)  # the name keeps a converted copy alive until the launch
+            expert_map = self.checked_map(expert_map)  # the name keeps a converted copy alive until the launch
         addresses = [
-            x.data_ptr(), topk_weights.data_ptr(), topk_ids.data_ptr(), y.data_ptr(), place,
-            0 if expert_map is None else expert_map.data_ptr(), *self._weights,
+            x.data_ptr(), topk_weights.data_ptr(), topk_ids.data_ptr(), y.data_ptr(), workspace.data_ptr(),
+            0 if expert_map is None else expert_map.data_ptr(), *self.weight_addresses,
         ]  # fmt: skip
         if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16:
             self._run_aligned(x, topk_weights, topk_ids, y, workspace, expert_map)
             return
+        self.launch(program, bound, addresses)
+
+    def launch(self, program: Program, bound: Any, addresses: list[int]) -> None:
+        """Launch a call of the layer's program, or of one that shares its descriptors, on the current stream."""
         if len(self._maps) < len(program.maps):
             self._describe()
         index = program.device
@@ -284,39 +260,36 @@ class PreparedLayer:
         self._run(x.clone(), topk_weights.clone(), topk_ids.clone(), aligned, workspace, expert_map)
         y.copy_(aligned)
 
-    def _run_with_triton(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor, workspace: Tensor | None,
-        expert_map: Tensor | None,
-    ) -> None:  # fmt: skip
-        check_ids(topk_ids, self.problem.known)
-        planned = schedule(self.family, self.problem, x.shape[0], self._plan)
-        if workspace is None:
-            workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device=x.device)
-        elif (
-            workspace.nbytes < planned.workspace_bytes
-            or workspace.dtype != torch.uint8
-            or workspace.device != x.device
-            or not workspace.is_contiguous()
-            or workspace.data_ptr() % 16
-        ):
-            self._refuse_workspace(x, workspace, planned.workspace_bytes)
-        roots = {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids, "out": y, "workspace": workspace}
-        roots |= {} if expert_map is None else {"expert_map": self._checked_map(expert_map)}
-        run_with_triton(planned.launches, {**roots, **self._tensors})
+    def run_with_triton(
+        self, planned: Schedule, given: dict[str, Tensor], workspace: Tensor | None, expert_map: Tensor | None
+    ) -> None:
+        """Run a schedule through Triton's launcher; `given` are the tensors of a call by root, among them x."""
+        workspace = self.checked_workspace(given["x"], workspace, planned.workspace_bytes)
+        roots = {**given, "workspace": workspace, **self._tensors}
+        if expert_map is not None:
+            roots["expert_map"] = self.checked_map(expert_map)
+        run_with_triton(planned.launches, roots)
 
     def _accept(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Convert the tensors to what the kernels take. Raises KernelArgumentError if they do not fit."""
         problem = self.problem
         check_routing(x, topk_weights, topk_ids)
         check_ids(topk_ids, problem.known)
-        wanted = f"{str(problem.dtype).removeprefix('torch.')} [tokens, {problem.hidden}]"
-        require(
-            x.dtype == problem.dtype and x.shape[1] == problem.hidden,
-            f"x is {shape_of(x)}; the layer was prepared for {wanted}",
-        )
+        self.check_tokens(x)
         require(
             topk_ids.shape[1] == problem.top_k,
             f"topk_ids is {shape_of(topk_ids)}; the layer was prepared for top_k = {problem.top_k}",
+        )
+        ids = as_int32(topk_ids, problem.known)
+        return x.contiguous(), topk_weights.to(torch.float32).contiguous(), ids.contiguous()
+
+    def check_tokens(self, x: Tensor) -> None:
+        """Raise KernelArgumentError unless x `[M, H]` has the dtype, features and device of the layer."""
+        problem = self.problem
+        wanted = f"{str(problem.dtype).removeprefix('torch.')} [tokens, {problem.hidden}]"
+        require(
+            x.dtype == problem.dtype and x.dim() == 2 and x.shape[1] == problem.hidden,
+            f"x is {shape_of(x)}; the layer was prepared for {wanted}",
         )
         require(x.device == self.device, f"x is on {x.device}; the layer was prepared on {self.device}")
         require(
@@ -324,10 +297,9 @@ class PreparedLayer:
             f"x has {x.shape[0]} tokens; the layer was prepared for at most {self.max_tokens}",
             "prepare it with a larger max_tokens",
         )
-        ids = as_int32(topk_ids, problem.known)
-        return x.contiguous(), topk_weights.to(torch.float32).contiguous(), ids.contiguous()
 
-    def _refuse_map(self, expert_map: Tensor | None) -> None:
+    def refuse_map(self, expert_map: Tensor | None) -> None:
+        """Raise KernelArgumentError because the layer needs a map and has none, or the other way round."""
         if self.problem.mapped:
             raise KernelArgumentError(f"expert_map is missing; the layer was prepared for {self.problem.known} experts")
         assert expert_map is not None
@@ -336,24 +308,29 @@ class PreparedLayer:
             f"prepare it with num_experts={expert_map.numel()}",
         )
 
-    def _checked_map(self, expert_map: Tensor) -> Tensor:
+    def checked_map(self, expert_map: Tensor) -> Tensor:
+        """Return the map as contiguous int32. Raises KernelArgumentError if it does not fit."""
         check_map(expert_map, self.device, self.problem.known, self.problem.experts)
         return as_int32(expert_map, self.problem.experts).contiguous()
 
-    def _refuse_out(self, x: Tensor, out: Tensor) -> None:
-        apart = out.device != x.device or abs(out.data_ptr() - x.data_ptr()) >= x.nbytes
-        require(apart or out.shape != x.shape, "out is in the memory of x; kernels still read x while they write out")
-        raise KernelArgumentError(
-            f"out is {shape_of(out)} on {out.device}; it must be contiguous and like x, {shape_of(x)} on {x.device}"
-        )
-
-    def _refuse_workspace(self, x: Tensor, workspace: Tensor, needed: int) -> None:
-        require(workspace.device == x.device, f"workspace is on {workspace.device}, but x is on {x.device}")
-        raise KernelArgumentError(
-            f"workspace is {shape_of(workspace)} at {workspace.data_ptr():#x}, strides {list(workspace.stride())}; it "
-            f"has to be uint8 [{needed}], contiguous, at a multiple of 16",
-            "workspace_bytes(tokens) is enough for all calls of up to `tokens` tokens",
-        )
+    def checked_workspace(self, x: Tensor, workspace: Tensor | None, needed: int) -> Tensor:
+        """Return the workspace of a call, or a new one. Raises KernelArgumentError if it does not fit."""
+        if workspace is None:
+            return torch.empty(needed, dtype=torch.uint8, device=self.device)
+        if (
+            workspace.nbytes < needed
+            or workspace.data_ptr() % 16
+            or workspace.dtype != torch.uint8
+            or workspace.device != x.device
+            or not workspace.is_contiguous()
+        ):
+            require(workspace.device == x.device, f"workspace is on {workspace.device}, but x is on {x.device}")
+            raise KernelArgumentError(
+                f"workspace is {shape_of(workspace)} at {workspace.data_ptr():#x}, strides {list(workspace.stride())}; "
+                f"it has to be uint8 [{needed}], contiguous, at a multiple of 16",
+                "workspace_bytes(tokens) is enough for all calls of up to `tokens` tokens",
+            )
+        return workspace
 
 
 def prepare(

@@ -20,7 +20,7 @@ class Layer(Protocol):
     problem: Problem
     device: torch.device
     max_tokens: int
-    _direct: bool
+    is_direct: bool
 
 
 def warmup(layers: Iterable[Layer], max_tokens: int | None = None) -> Warmed:
@@ -36,7 +36,7 @@ def warmup(layers: Iterable[Layer], max_tokens: int | None = None) -> Warmed:
         key = (layer.family, layer.problem)
         tokens = layer.max_tokens if max_tokens is None else max_tokens
         problems[key] = max(tokens, problems.get(key, 0))
-        if layer._direct:
+        if layer.is_direct:
             on.setdefault(layer.device, set()).add(key)
     found = {
         (family, problem): builds(family, problem, tokens)

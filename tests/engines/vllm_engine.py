@@ -128,7 +128,7 @@ def ranks_of(
         ),
         has_bias=info.activation == "swigluoai",
         device="cpu",
-        routing_method=RoutingMethodType.Renormalize,
+        routing_method=options.pop("routing_method", RoutingMethodType.Renormalize),
         moe_parallel_config=ranks,
         in_dtype=options.pop("dtype", torch.bfloat16),
         **options,
@@ -143,6 +143,7 @@ def experts_layer(
     prove: str | None = None,
     activations: str | None = None,
     load_format: str = "auto",
+    routing: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """The engine's own layer class with our config, on one rank.
@@ -152,6 +153,7 @@ def experts_layer(
         prove: which experts it asks to prove.
         activations: which activations it asks for.
         load_format: as `--load-format`.
+        routing: the model's rule, as arguments of the engine's class.
         options: as of `ranks_of`.
     """
     moe, manager = ranks_of(folder, **options)
@@ -160,7 +162,8 @@ def experts_layer(
     ranks = {name: options[name][1] for name in ("tp", "ep") if name in options}
     additional = {"moeq": asked} if asked else {}
     with engine(additional_config=additional, load_config=LoadConfig(load_format=load_format), **ranks):
-        return RoutedExperts("model.layers.1.mlp.experts", moe.in_dtype, moe, config_of(folder), manager)
+        name = "model.layers.1.mlp.experts"
+        return RoutedExperts(name, moe.in_dtype, moe, config_of(folder), manager, **(routing or {}))
 
 
 def loaded_layer(folder: Path, **options: Any) -> Any:

@@ -23,7 +23,7 @@ from support.cases import meta_experts
 from moeq_kernels import cuda, prepare, replay
 from moeq_kernels.areas import Area, Box
 from moeq_kernels.cuda import MOVING, Bound, LaunchConfig, arguments_of
-from moeq_kernels.prepared import Program
+from moeq_kernels.programs import Program
 from moeq_kernels.schedules import schedule
 
 
@@ -182,7 +182,7 @@ class Calls:
             return code, ctypes.c_void_p(number + 1)
 
         cuda.load = load  # type: ignore[assignment]
-        self.roots = Program(family, problem, 0, None).roots
+        self.roots = Program(family, problem, 0, None, None).roots
         self.maps: dict[Any, int] = {}
         self.bound = Bound(planned, self.roots, self.maps, problem.gpu, 0)
         self.described: dict[int, list[int]] = {}

@@ -15,7 +15,7 @@ from support.cases import meta_experts
 from support.pretended_driver import take_cpu
 from support.recording_driver import Library, array, install
 
-from moeq_kernels import cuda, prepare, prepared, queued, warming
+from moeq_kernels import cuda, prepare, programs, queued, warming
 from moeq_kernels.areas import Area
 from moeq_kernels.compiling import Warmed
 from moeq_kernels.errors import KernelArgumentError
@@ -57,7 +57,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def layer_of(**options: Any) -> Any:
-    prepared._program.cache_clear()
+    programs.program_of.cache_clear()
     layer = prepare(meta_experts(8, 512, 256), top_k=2, max_tokens=64, gpu="H200", **options)
     take_cpu(layer)
     return layer
@@ -156,7 +156,7 @@ def test_an_expert_map_is_handed_over_as_int32() -> None:
 def test_launches_are_planned_once_for_a_number_of_tokens(entered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(cuda, "Bound", lambda *given: made.append(given) or Bound())
-    monkeypatch.setattr(prepared, "MAX_KEPT_COUNTS", 2)
+    monkeypatch.setattr(programs, "MAX_KEPT_COUNTS", 2)
     layer = layer_of()
     program = layer._program
     for count in (3, 4, 3, 5, 4, 3):
@@ -261,7 +261,7 @@ def test_warming_compiles_once_a_gpu_and_loads_on_each_device(
     def layer(gpu: str, device: str, most: int, direct: bool = True, family: str = "f", interpret: bool = False) -> Any:
         place = torch.device(device)
         problem = Same(GPUS[gpu], interpret)
-        return SimpleNamespace(family=family, problem=problem, device=place, max_tokens=most, _direct=direct)
+        return SimpleNamespace(family=family, problem=problem, device=place, max_tokens=most, is_direct=direct)
 
     layers = [
         layer("H200", "cuda:0", 8),

@@ -103,7 +103,7 @@ cuda.load = lambda wanted, gpu, device: loaded.add((device, gpu.name, wanted))
 layers = []
 for gpu, device in (("H200", "cuda:0"), ("A100", "cuda:1"), ("H200", "cuda:0"), ("L4", "meta")):
     layer = prepare(meta_experts(8, 512, 256), top_k=2, max_tokens=64, gpu=gpu)
-    layer.device, layer._direct = torch.device(device), device != "meta"
+    layer.device, layer.is_direct = torch.device(device), device != "meta"
     layers.append(layer)
 warmup(iter(layers))
 for place in sorted({one[:2] for one in loaded}):

@@ -26,7 +26,7 @@ from moeq_kernels import (
 )
 from moeq_kernels.areas import Area
 from moeq_kernels.formats import FORMATS, find_format
-from moeq_kernels.prepared import Program
+from moeq_kernels.programs import Program
 from moeq_kernels.schedules import schedule
 
 
@@ -185,7 +185,7 @@ def test_threads_that_call_a_layer_first_share_its_descriptors(device: torch.dev
     monkeypatch.setattr("moeq_kernels.cuda.driver", Driver)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     layer = prepare(make_layer(Recipe(), device)[0], top_k=2, max_tokens=8)
-    layer._program = Program(layer.family, layer.problem, 0, None)
+    layer._program = Program(layer.family, layer.problem, 0, None, None)
     tensors = layer._tensors = {f"w{i}": torch.empty(64, 64) for i in range(4)}
     for i, (name, tensor) in enumerate(tensors.items()):
         layer._program.maps[Area.like(name, tensor), 0, (8, 8)] = i

@@ -35,6 +35,7 @@ from moeq.engines.vllm.own_experts import (
     runs_alone,
     slow_reason,
 )
+from moeq.engines.vllm.router import router_of
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.load.activation_scales import ActivationScales
@@ -52,6 +53,7 @@ except ImportError:  # before 0.31 the engine has no such loader
 
 if TYPE_CHECKING:
     from moeq.update.layers import RankTensors
+    from moeq_kernels import Router
 
 
 #: Names of the parameters that hold scales of weights.
@@ -79,6 +81,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:
         super().__init__(moe)
         self.moe_kernel: Any = None
+        self.router: Router | None = None
         options = options or EngineOptions()
         self.activations = options.activations
         self.experts = experts
@@ -132,6 +135,11 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         return self.choice.own
 
     @property
+    def is_monolithic(self) -> bool:
+        """Whether the engine leaves the choice of experts to the method, and calls `apply_monolithic`."""
+        return self.router is not None or bool(super().is_monolithic)
+
+    @property
     def title(self) -> str:
         """Description of the layer's kind, without its number."""
         spec = self.part.matrices["w2"].spec
@@ -177,6 +185,8 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
                 "start with --expert-placement-strategy linear",
             )
         self.create_parameters(layer, params_dtype)
+        if self.choice.own:
+            self.router = router_of(self.moe, layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Fill the parameters and set up the kernel. Later calls, which verl makes after every update, do nothing."""
@@ -293,9 +303,11 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> Any:
-        """Run the routed experts in a kernel of the engine that routes the tokens itself."""
+        """Run the routed experts in kernels that route the tokens themselves: moeq's, or one of the engine's."""
         kernel = self.moe_kernel
         assert kernel is not None
+        if self.router is not None:
+            return kernel.fused_experts.run_routed(x, router_logits, self.router, layer)
         sink = {"routing_sink": layer.routing_sink} if accepts(kernel.apply_monolithic, "routing_sink") else {}
         return kernel.apply_monolithic(
             x,

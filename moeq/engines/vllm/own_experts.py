@@ -26,6 +26,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import current_workspace_manager
 
+from moeq.engines.vllm.router import padding_of
 from moeq.errors import MoeqError
 from moeq.load.kernel_experts import prepared_layer
 from moeq.load.torch_loader import check_groups, check_kernel
@@ -34,11 +35,12 @@ from moeq_kernels import LoraExperts, LoraMatrix, fused_moe_lora
 from moeq_kernels.activations import BY_ENGINE_NAME
 from moeq_kernels.fused import batched_ids, batched_layer
 from moeq_kernels.lora import MAX_RANK
+from moeq_kernels.routed import RoutedLayer
 
 if TYPE_CHECKING:
     from moeq.checkpoint.manifest import LayerEntry
     from moeq.load.ranks import RankPart
-    from moeq_kernels import LoraExperts, PackedExperts, PreparedLayer
+    from moeq_kernels import LoraExperts, PackedExperts, PreparedLayer, Router
 
 
 logger = init_logger("vllm.moeq")  # below the engine's own logger, whose handlers print it
@@ -55,6 +57,8 @@ class MoeqExperts(LoRAExpertsMixin, FusedMoEExpertsModular):  # type: ignore[mis
         super().__init__(moe_config, FUSED_MOE_UNQUANTIZED_CONFIG, **batches)
         self.prepared, self.packed = prepared, packed
         self._adapters: LoraExperts | None = None
+        #: By dtype of the logits: the layer that chooses experts, and its workspace bytes.
+        self._routed: dict[torch.dtype, tuple[RoutedLayer, int]] = {}
         # The largest size for all calls, since the engine's buffer never grows after its profiling run.
         self.workspace_bytes = prepared.workspace_bytes()
 
@@ -158,10 +162,25 @@ class MoeqExperts(LoRAExpertsMixin, FusedMoEExpertsModular):  # type: ignore[mis
         """
         if weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        workspace = None
-        if not current_platform.is_cpu():  # on a CPU the engine keeps no buffers
-            (workspace,) = current_workspace_manager().get_simultaneous(((self.workspace_bytes,), torch.uint8))
+        workspace = _workspace(self.workspace_bytes)
         return self.prepared(x, topk_weights, topk_ids, workspace=workspace, expert_map=expert_map)
+
+    def run_routed(self, x: torch.Tensor, logits: torch.Tensor, router: Router, layer: Any) -> torch.Tensor:
+        """Run the layer where no tokens are exchanged with other ranks, with experts chosen from logits `[M, E]`."""
+        bias = layer.e_score_correction_bias
+        if logits.dtype not in self._routed:
+            new = RoutedLayer(self.prepared, router, logits.dtype, None if bias is None else bias.dtype)
+            new.warm_choosing()
+            self._routed[logits.dtype] = new, new.workspace_bytes()
+        routed, workspace_bytes = self._routed[logits.dtype]
+        return routed(
+            x,
+            logits,
+            correction_bias=bias,
+            padding=padding_of(len(x)),
+            workspace=_workspace(workspace_bytes),
+            expert_map=layer.expert_map,
+        )
 
 
 class MoeqBatchedExperts(MoeqExperts):
@@ -219,6 +238,14 @@ class MoeqBatchedExperts(MoeqExperts):
         ids = batched_ids(expert_tokens_meta.expert_num_tokens, hidden_states.shape[1])
         rows = hidden_states.reshape(len(ids), -1)
         output.copy_(self.prepared(rows, torch.ones_like(ids, dtype=torch.float32), ids).view(output.shape))
+
+
+def _workspace(size: int) -> torch.Tensor | None:
+    """Return the engine's buffer, which all layers share; None on a CPU, where the engine keeps none."""
+    if current_platform.is_cpu():
+        return None
+    (workspace,) = current_workspace_manager().get_simultaneous(((size,), torch.uint8))
+    return workspace
 
 
 def experts_class(moe: Any) -> type[MoeqExperts]:

@@ -71,13 +71,13 @@ def take_cpu(layer: Any) -> None:
     """Make a layer that was planned on `meta` take tensors of the CPU and launch through the stand-in."""
     import torch
 
-    from moeq_kernels import prepared
+    from moeq_kernels import programs
 
     cpu = torch.device("cpu", 0)
     layer.device, layer._expected = cpu, (*layer._expected[:3], torch.device("cpu"))
-    layer._direct, layer._program = True, prepared._program(layer.family, layer.problem, 0, None)
+    layer.is_direct, layer._program = True, programs.program_of(layer.family, layer.problem, 0, None, None)
     weights = {one: torch.empty(64, dtype=torch.uint8) for one in layer._program.weights}
-    layer._tensors, layer._weights = weights, [one.data_ptr() for one in weights.values()]
+    layer._tensors, layer.weight_addresses = weights, [one.data_ptr() for one in weights.values()]
 
 
 def pretend_cuda() -> None:

@@ -160,12 +160,12 @@ def compile_case(case: Case, **options: Any) -> Any:
 
 
 def compile_routing() -> dict[str, Any]:
-    """Build the kernels of `device.routing`, by name; Triton's interpreter takes them less strictly."""
+    """Build the kernels that route, by name; Triton's interpreter takes them less strictly."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    device = import_module("moeq_kernels.device.routing")
+    routing, choosing = (import_module(f"moeq_kernels.device.{name}") for name in ("routing", "choosing"))
     wanted: dict[str, tuple[int, dict[str, Any]]] = {
         "route_few": (
             16,
@@ -182,13 +182,29 @@ def compile_routing() -> dict[str, Any]:
         "place_pairs": (8, {"MAPPED": True, "BLOCK": 512, "BINS": 128, "GROUP": 64}),
         "gather_rows": (4, {"ROWS": 8, "COLUMNS": 1024}),
         "sum_rows": (4, {"TOP_K": 8, "SPLITS": 2, "COLUMNS": 1024, "TOKENS": 2, "INTERPRET": False}),
+        "choose_experts": (
+            1,
+            {
+                "EXPERTS": 160,
+                "GROUPS": 8,
+                "KEPT": 3,
+                "BEST_TWO": True,
+                "ROWS": 8,
+                "COLUMNS": 32,
+                "TOP_K": 6,
+                "SLOTS": 8,
+                "SIGMOID": True,
+                "RENORMALIZE": True,
+                "FACTOR": 2.5,
+            },
+        ),
     }
     pointers = dict.fromkeys(("x", "sorted_x", "parts", "y"), "*bf16") | {"weights": "*fp32"}
     numbers = ("ids", "expert_map", "pair_of_row", "inverse", "tiles", "num_tiles", "cleared", "counts")
-    pointers |= dict.fromkeys(numbers, "*i32")
+    pointers |= dict.fromkeys(numbers, "*i32") | {"logits": "*bf16", "bias": "*fp32", "padding": "*u8"}
     built = {}
     for name, (warps, constants) in wanted.items():
-        function = getattr(device, name)
+        function = getattr(choosing if name == "choose_experts" else routing, name)
         constants = {**constants, "DEPENDENT": True}
         types = {one: pointers.get(one, "i32") for one in function.arg_names if one not in constants}
         signature = {one: types.get(one, "constexpr") for one in function.arg_names}
