@@ -244,8 +244,8 @@ def _workspace(size: int) -> torch.Tensor | None:
     """Return the engine's buffer, which all layers share; None on a CPU, where the engine keeps none."""
     if current_platform.is_cpu():
         return None
-    (workspace,) = current_workspace_manager().get_simultaneous(((size,), torch.uint8))
-    return workspace
+    buffer: torch.Tensor = current_workspace_manager().get_simultaneous(((size,), torch.uint8))[0]
+    return buffer
 
 
 def experts_class(moe: Any) -> type[MoeqExperts]:
