@@ -1,10 +1,11 @@
-"""Check and time variants of a layer on a GPU beside what they extend: formats, activations, batches, adapters.
+"""Check and time variants of a layer on a GPU beside what they extend: formats, activations, batches, adapters, routing.
 
     python -m bench.variants --out results.json [--experts 64] [--tokens 1 16 256 4096]
 
 Every variant is first compared with float32: its error may be 1.2 times that of 16-bit products on dequantised weights.
 Times are medians of replayed graphs; a layer of the default size does not fit into the L2 cache. The exit code is 1
-where an error is too large. `ratio` is the time of the baseline over that of the variant, at the same tokens.
+where an error is too large. `ratio` is the time of the baseline over that of the variant, at the same tokens. Where
+vLLM is installed, `int4-engine-routing` chooses experts by its kernel, and `int4-logits` is compared with that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,24 @@ from support.comparison import FACTOR
 from support.reference import Layer, moe, relative_error
 
 from bench.timing import graph_us
-from moeq_kernels import LoraExperts, LoraMatrix, PackedExperts, fused_moe_batched, fused_moe_lora, prepare
+from moeq_kernels import (
+    LoraExperts,
+    LoraMatrix,
+    PackedExperts,
+    PreparedLayer,
+    RoutedLayer,
+    Router,
+    fused_moe_batched,
+    fused_moe_lora,
+    prepare,
+)
 from moeq_kernels.activations import ACTIVATIONS
 
 BASE = Recipe(experts=64, hidden=2048, intermediate=768, group_size=128)
 NVFP4 = replace(BASE, layout="marlin-nvfp4/1", element="e2m1", group_size=16)
 TOP_K = 8
+#: Calls of a replayed graph.
+CALLS = 8
 
 Call = Callable[[Routed], torch.Tensor]
 
@@ -41,7 +55,7 @@ class Variant:
         name: name in the results.
         recipe: the layer.
         baseline: name of the variant whose time it is compared with.
-        kind: `layer`, `batched` or `lora`.
+        kind: `layer`, `batched`, `lora`, `logits` (the layer chooses experts) or `engine` (vLLM does).
     """
 
     name: str
@@ -64,7 +78,13 @@ def variants(experts: int) -> list[Variant]:
         Variant("int4-relu2", replace(base, activation="relu2"), "int4"),
         Variant("int4-batched", base, "int4", "batched"),
         Variant("int4-lora16", base, "int4", "lora"),
+        Variant("int4-logits", base, "int4", "logits"),
     ]
+    if find_spec("vllm"):
+        found[-1:] = [
+            Variant("int4-engine-routing", base, "int4", "engine"),
+            Variant("int4-logits", base, "int4-engine-routing", "logits"),
+        ]
     return found
 
 
@@ -81,7 +101,29 @@ def call_of(variant: Variant, packed: PackedExperts, layer: Layer, tokens: int) 
     if variant.kind == "batched":
         return _batched(recipe, packed, options), layer
     prepared = prepare(packed, top_k=TOP_K, max_tokens=tokens, warm=True, **options)
+    if variant.kind in ("logits", "engine"):
+        return _routed(variant, prepared), layer
     return lambda given: prepared(given.x, given.weights, given.ids), layer
+
+
+def _routed(variant: Variant, prepared: PreparedLayer) -> Call:
+    """Return a call that begins with logits, those by which softmax gives the weights of the input."""
+    kept: dict[int, torch.Tensor] = {}
+    routed = RoutedLayer(prepared, Router(TOP_K), torch.bfloat16)
+
+    def call(given: Routed) -> torch.Tensor:
+        if (tokens := len(given.x)) not in kept:
+            logits = torch.full((tokens, variant.recipe.experts), -30.0, device="cuda")
+            kept[tokens] = logits.scatter(1, given.ids.long(), given.weights.log()).bfloat16()
+        logits = kept[tokens]
+        if variant.kind == "logits":
+            return routed(given.x, logits)
+        from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
+
+        weights, ids, _ = fused_topk(given.x, logits, TOP_K, renormalize=True)
+        return prepared(given.x, weights, ids)
+
+    return call
 
 
 def _adapters(recipe: Recipe, layer: Layer) -> tuple[LoraExperts, Layer]:
@@ -137,7 +179,7 @@ def measure(variant: Variant, tokens: list[int]) -> Iterator[dict[str, Any]]:
         arguments = (given.x[few], plain_layer, given.weights[few], given.ids[few])
         truth, plain = moe(*arguments), moe(*arguments, dtype=torch.bfloat16)
         error = relative_error(y[few], truth) / relative_error(plain, truth)
-        microseconds = graph_us([lambda given=given, call=call: call(given)], 300)
+        microseconds = graph_us([lambda given=given, call=call: call(given)] * CALLS, 300)
         yield {
             "variant": variant.name, "baseline": variant.baseline, "tokens": count, "error": round(error, 3),
             "passed": error <= FACTOR, "us": round(microseconds, 1),
