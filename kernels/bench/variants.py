@@ -1,4 +1,4 @@
-"""Check and time variants of a layer on a GPU beside what they extend: formats, activations, batches, adapters, routing.
+"""Check and time variants of a layer on a GPU beside what they extend: formats, activations, batches, adapters, choice.
 
     python -m bench.variants --out results.json [--experts 64] [--tokens 1 16 256 4096]
 
@@ -109,12 +109,12 @@ def call_of(variant: Variant, packed: PackedExperts, layer: Layer, tokens: int) 
 def _routed(variant: Variant, prepared: PreparedLayer) -> Call:
     """Return a call that begins with logits, those by which softmax gives the weights of the input."""
     kept: dict[int, torch.Tensor] = {}
-    routed = RoutedLayer(prepared, Router(TOP_K), torch.bfloat16)
+    routed = RoutedLayer(prepared, Router(TOP_K))
 
     def call(given: Routed) -> torch.Tensor:
         if (tokens := len(given.x)) not in kept:
             logits = torch.full((tokens, variant.recipe.experts), -30.0, device="cuda")
-            kept[tokens] = logits.scatter(1, given.ids.long(), given.weights.log()).bfloat16()
+            kept[tokens] = logits.scatter(1, given.ids.long(), given.weights.log())
         logits = kept[tokens]
         if variant.kind == "logits":
             return routed(given.x, logits)
