@@ -37,6 +37,7 @@ INSIDE_ENGINES = {
         "vllm/mxfp4_experts",
         "vllm/engine_experts",
         "vllm/one_layer",
+        "vllm/router",
         "sglang/config",
     )
 }

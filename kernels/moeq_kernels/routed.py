@@ -86,11 +86,15 @@ class RoutedLayer:
         """Compute y `[M, H]` from x `[M, H]` and logits `[M, E]`, as the layer does with the results of `route`.
 
         Args:
+            x: tokens, as in a call of the layer.
             logits: floating point, one column for each expert that topk_ids of the layer may name.
             correction_bias: `[E]`, added to the scores for choosing, but not for weighting.
             padding: bool `[M]`: rows that are no tokens, whose y is zero; None if all are.
+            out: tensor for y, as in a call of the layer.
+            workspace: memory, as in a call of the layer, but of this object's `workspace_bytes`.
+            expert_map: local expert of each expert, as in a call of the layer.
 
-        The other arguments, and the errors, are those of the layer.
+        Raises the errors of the layer.
         """
         layer, tokens = self.layer, x.shape[0] if x.dim() else 0
         self._check(x, logits, correction_bias, padding)
