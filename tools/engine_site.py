@@ -1,10 +1,11 @@
-"""Unpack the engine and the quantisers that tools/engines.txt names, for tests of moeq beside their own code.
+"""Unpack the engines and the quantisers that tools/engines.txt names, for tests of moeq beside their own code.
 
-    python tools/engine_site.py .engines      # makes .engines/engine and .engines/libraries, for PYTHONPATH
+    python tools/engine_site.py .engines      # makes .engines/engine, sglang and libraries beside it, for PYTHONPATH
 
-Every package is installed without its dependencies; of vLLM (a wheel of 340 MB, most of it code for GPUs), FlashInfer
-and GPTQModel (whose build compiles) only Python and JSON files are kept. The folder is made anew when engines.txt
-changes. Where the package index does not answer, that is said and the exit code is 1: nothing passes that has not run.
+Every package is installed without its dependencies; of vLLM (a wheel of 340 MB, most of it code for GPUs), SGLang,
+FlashInfer and GPTQModel (whose build compiles) only Python, JSON and headers are kept. A folder is made anew when its
+section of engines.txt changes. Where the package index does not answer, that is said and the exit code is 1: nothing
+passes that has not run.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pathlib import Path, PurePosixPath
 
 WANTED = Path(__file__).with_name("engines.txt")
 #: Packages that are unpacked instead of installed, and their folders.
-UNPACKED = {"vllm": "vllm", "flashinfer-python": "flashinfer", "gptqmodel": "gptqmodel"}
-KEPT = (".py", ".json")
+UNPACKED = {"vllm": "vllm", "sglang": "sglang", "flashinfer-python": "flashinfer", "gptqmodel": "gptqmodel"}
+#: SGLang looks for the folders of its headers when it is imported.
+KEPT = (".py", ".json", ".h", ".cuh")
 
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 #: What pip says of a package when no index answered; it says the same of a name that no index has.
@@ -51,7 +53,7 @@ def requirements(text: str) -> dict[str, list[str]]:
 
 
 def kept(name: str) -> bool:
-    """Say whether a file of an archive is unpacked: Python, JSON, and what names the package's version."""
+    """Say whether a file of an archive is unpacked: Python, JSON, headers, and what names the package's version."""
     path = PurePosixPath(name)
     inside = not path.is_absolute() and ".." not in path.parts
     return inside and (path.suffix in KEPT or path.parent.suffix == ".dist-info")
@@ -96,14 +98,14 @@ def make(site: Path, wanted: list[str]) -> None:
 
 
 def main(folder: Path) -> int:
-    """Make the folder unless it is there, complete and of today's list."""
-    stamp = folder / "made-from"
-    digest = hashlib.sha256(WANTED.read_bytes() + sys.version.encode()).hexdigest()
-    if stamp.is_file() and stamp.read_text() == digest:
-        return 0
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Make the folders that are not there, complete and of today's list."""
     for name, wanted in requirements(WANTED.read_text(encoding="utf-8")).items():
+        stamp = folder / name / "made-from"
+        digest = hashlib.sha256(" ".join([*wanted, sys.version]).encode()).hexdigest()
+        if stamp.is_file() and stamp.read_text() == digest:
+            continue
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).mkdir(parents=True)
         sys.stdout.write(f"{folder / name}: {', '.join(wanted[:3])} and what they import\n")
         sys.stdout.flush()
         try:
@@ -112,7 +114,7 @@ def main(folder: Path) -> int:
             said = "the package index does not answer" if _NO_ANSWER in str(error) else "pip failed"
             sys.stderr.write(f"{error}\n{folder / name}: {said}, so no test ran beside the engine's own code\n")
             return 1
-    stamp.write_text(digest)
+        stamp.write_text(digest)
     return 0
 
 
