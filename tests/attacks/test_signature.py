@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 from attacks.running import moeq_command
 
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.pipeline.convert import convert
+from moeq.pipeline.finalize import finalize
+
 minisign = pytest.importorskip("minisign")
 
 __all__ = ["moeq_command"]
@@ -119,3 +124,19 @@ def test_a_signature_is_not_restored(signed, keys, checkpoints, tmp_path, moeq_c
     assert {path.name for path in (tmp_path / "back").iterdir()} == {
         path.name for path in (checkpoints / SOURCE).iterdir()
     }
+
+
+def test_a_finished_conversion_is_signed_later(keys, checkpoints, tmp_path) -> None:
+    """By `convert` or `finalize` of the same job, and not by a dry run."""
+    out = tmp_path / "out"
+    where = Deployment(gpu=parse_gpu("A100"))
+    convert(checkpoints / SOURCE, out, where)
+    path = out / "moeq.json.minisig"
+    assert convert(checkpoints / SOURCE, out, where, sign=keys[0], dry_run=True).already_done
+    assert not path.exists()
+    for again in (lambda: convert(checkpoints / SOURCE, out, where, sign=keys[0]), lambda: finalize(out, sign=keys[0])):
+        assert again().already_done
+        minisign.PublicKey.from_file(keys[1]).verify(
+            (out / "moeq.json").read_bytes(), minisign.Signature.from_file(path)
+        )
+        path.unlink()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import Conversion, convert
 from moeq.pipeline.events import Checking, Event, Finished, Started, UnitFinished
-from moeq.pipeline.finalize import finalize
+from moeq.pipeline.finalize import _remedy, finalize, refuse_contradictions
+from moeq.pipeline.plan.job import JobRequest, open_job
 from moeq.pipeline.run.work_shards import WorkShard
-from moeq.pipeline.state.journal import Journal, read_journals
+from moeq.pipeline.state.journal import Journal, Journals, read_journals
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 
@@ -343,3 +345,45 @@ class TestRefused:
         assert caught.value.code == "usage.force-shard"
         finalize(tmp_path / "out", force=True)
         assert content(tmp_path / "out") == whole
+
+
+def test_a_folder_without_shards_is_not_finalized(tmp_path: Path) -> None:
+    """Nor is one whose parent is missing, or is a file."""
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "out", tmp_path / "missing" / "out", tmp_path / "file" / "out"):
+        error = refused(out)
+        assert error.code == "usage.nothing-to-finalize"
+        assert error.message == f"{partial(out)} holds no shards of a conversion"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_shards_that_contradict_each_other_are_named() -> None:
+    refuse_contradictions(Journals())
+    found = Journals(contradictions={"layer-0/w2": ("a", "b"), "layer-1/w13": ("b", "c", "d")})
+    with pytest.raises(MoeqError) as caught:
+        refuse_contradictions(found)
+    assert caught.value.code == "answer.units-contradict"
+    assert caught.value.message == (
+        "shards contradict each other about 2 units: layer-0/w2 (a, b); layer-1/w13 (b, c, d)"
+    )
+
+
+def test_shards_that_are_left_are_named(source: Path) -> None:
+    """Those of the division that most journals have."""
+    job = open_job(JobRequest(str(source), A100))
+    whole = "convert without shard does what is left, and publishes"
+
+    def remedy(*journals: str, missing: Sequence[Any] = job.plan.units) -> str:
+        folder: Any = SimpleNamespace(journals=SimpleNamespace(stamps=dict.fromkeys(journals)))
+        return _remedy(job, folder, missing)
+
+    assert remedy() == remedy("moeq-journal.jsonl") == whole
+    one, two = (f"moeq-journal.{index}-of-2.jsonl" for index in (0, 1))
+    assert remedy(one) == f'run again: shard="0/2", shard="1/2"; or {whole}'
+    assert remedy(one, two, "moeq-journal.0-of-3.jsonl") == remedy(one)
+    mine = WorkShard(1, 2).select(job.plan.units, remote=False)
+    assert remedy(one, missing=mine[:1]) == f'run again: shard="1/2"; or {whole}'
+    most = [f"moeq-journal.{index}-of-9.jsonl" for index in range(3)]
+    shards = [f'shard="{index}/9"' for index in range(9) if WorkShard(index, 9).select(job.plan.units, remote=False)]
+    shown = ", ".join(shards[:8]) + (" ..." if len(shards) > 8 else "")
+    assert remedy(*most) == f"run again: {shown}; or {whole}"

@@ -12,8 +12,10 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.model.shards import Range
-from moeq.pipeline.plan import commands, units
-from moeq.pipeline.plan.units import CopiedTensor, CopyUnit, PackUnit
+from moeq.pipeline.plan import commands, conversion_plan, units
+from moeq.pipeline.plan.conversion_plan import bounded_files, file_names
+from moeq.pipeline.plan.job import OpenedJob
+from moeq.pipeline.plan.units import CopiedTensor, CopyUnit, PackUnit, Unit
 from moeq.pipeline.run.work_shards import LAUNCHERS, _number
 from moeq.pipeline.state.publish import layer_entry
 
@@ -125,3 +127,50 @@ def test_serving_a_source_with_the_engines_own_backend(
     assert commands.serve_source("SRC", checkpoint, answer) is None
     only = True
     assert commands.serve_source("SRC", checkpoint, answer) == command
+
+
+@pytest.mark.parametrize(
+    ("sizes", "files"),
+    [
+        ([], []),
+        ([100], [[0]]),
+        ([101], [[0]]),
+        ([60, 40], [[0, 1]]),
+        ([60, 41], [[0], [1]]),
+        ([60, 41, 59], [[0], [1, 2]]),
+        ([60, 41, 60], [[0], [1], [2]]),
+        ([200, 1, 99], [[0], [1, 2]]),
+    ],
+)
+def test_files_of_other_tensors_are_bounded(
+    sizes: list[int], files: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is as large as it may be, unless a group of tensors is larger."""
+    monkeypatch.setattr(conversion_plan, "REST_FILE_BYTES", 100)
+    groups: Any = [{f"{number}": ((size,), "U8")} for number, size in enumerate(sizes)]
+    assert [[int(name) for name in file] for file in bounded_files(groups)] == files
+    pairs: Any = [{"a": ((30,), "U8"), "b": ((30,), "F16")}, {"c": ((10,), "U8")}]
+    assert [list(file) for file in bounded_files(pairs)] == [["a", "b", "c"]]
+    monkeypatch.setattr(conversion_plan, "REST_FILE_BYTES", 99)
+    assert [list(file) for file in bounded_files(pairs)] == [["a", "b"], ["c"]]
+
+
+def test_files_are_numbered_as_by_every_tool() -> None:
+    assert file_names(2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert file_names(0) == []
+
+
+def test_a_unit_of_no_kind() -> None:
+    unit = Unit("layer-3/x", "f", {"a": ((0, 5), (7, 9)), "b": ((1, 2),)}, ((0, 4), (6, 7)), 1)
+    assert (unit.kind, unit.fetch_group, unit.num_digests, unit.what) == ("layer-3/x", "layer-3/x", 0, "pack")
+    assert (unit.bytes_in, unit.bytes_out) == (8, 5)
+    with pytest.raises(NotImplementedError):
+        unit.pieces(None, None)  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError):
+        OpenedJob(None, None, None).opener  # type: ignore[arg-type]  # noqa: B018
+
+
+def test_units_of_one_file_are_fetched_together() -> None:
+    ranges = Range(2, 5)
+    unit = PackUnit("layer-3/w2/rank-1", "f", {}, (), 0, 3, "w2", ranges, (1,), (1,))
+    assert (unit.kind, unit.fetch_group, unit.num_digests) == ("layer 3 w2", "f", 3)
