@@ -1,0 +1,165 @@
+"""What runs for many layers, kept in `tests/data/kernels/launches.json`: plans, kernels, a digest of their launches.
+
+Plans and sizes were measured on GPUs, and nothing else notices on a CPU that others are chosen. Where a row changes, so
+does what runs: measure (`bench.plan_regret`), then `python -m support.golden_launches` writes the file anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeq_kernels import PackedExperts, prepare
+from moeq_kernels.areas import Area, Box
+from moeq_kernels.formats import FORMATS
+from moeq_kernels.gpu import GPUS
+from moeq_kernels.hopper.cost import rounded
+from moeq_kernels.hopper.w4a16 import w4a16_plan as w4a16
+from moeq_kernels.hopper.w8a8 import w8a8_plan as w8a8
+from moeq_kernels.launch import Launch
+from moeq_kernels.prepared import PreparedLayer
+from moeq_kernels.schedules import FAMILIES, schedule
+from support.cases import make_layer, meta_experts
+from support.hopper_layers import LAYERS, on_meta
+
+FILE = Path(__file__).resolve().parents[2] / "data" / "kernels" / "launches.json"
+
+#: Tokens of calls, of which the last have more pairs than one kernel sorts.
+TOKENS = (1, 5, 40, 300, 5000)
+#: Experts, choices of a token, hidden and intermediate sizes: few large experts and many small ones.
+SIZES = ((8, 2, 4096, 1536), (128, 8, 2048, 768))
+
+
+def _experts(layout: str, element: str, sizes: tuple[int, int, int, int]) -> PackedExperts:
+    groups = FORMATS[layout, element].group_sizes
+    return meta_experts(sizes[0], *sizes[2:], layout, element, 128 if 128 in groups else groups[0])
+
+
+def _interleaved(layout: str) -> PackedExperts:
+    return replace(_experts(layout, "e4m3", SIZES[1]), w13_order="interleaved")
+
+
+def _with(experts: PackedExperts, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> PackedExperts:
+    """Return the layer with one more tensor `[experts, n or so]` in each matrix."""
+    changed = [
+        replace(one, **{name: torch.empty(one.num_experts, *(shape or (one.n,)), dtype=dtype, device="meta")})
+        for one in (experts.w13, experts.w2)
+    ]
+    return replace(experts, w13=changed[0], w2=changed[1])
+
+
+def of_formats() -> Iterator[tuple[str, PreparedLayer]]:
+    """Yield a name and two layers for each format."""
+    for (layout, element), fmt in FORMATS.items():
+        if fmt.act_order or not fmt.group_sizes:
+            continue
+        for sizes in SIZES:
+            options: dict[str, Any] = {"dtype": getattr(torch, fmt.dtypes[-1]), "top_k": sizes[1]}
+            made = prepare(_experts(layout, element, sizes), max_tokens=300, gpu="H200", **options)
+            yield f"{layout} {element}, {sizes[0]} experts", made
+
+
+def of_options() -> Iterator[tuple[str, PreparedLayer]]:
+    """Yield a name and a layer for options that change launches."""
+    int4 = _experts("marlin-wna16/1", "int4", SIZES[1])
+    zeros = replace(int4.w13, zero=torch.empty(128, 16, 192, dtype=torch.int32, device="meta"))
+    zeros_2 = replace(int4.w2, zero=torch.empty(128, 6, 256, dtype=torch.int32, device="meta"))
+    mxfp4 = _experts("marlin-mxfp4-interleaved/1", "e2m1", SIZES[0])
+    for name, experts, given in (
+        ("biases", _with(int4, "bias"), {}),
+        ("zero points", replace(int4, w13=zeros, w2=zeros_2), {}),
+        ("expert map", int4, {"num_experts": 512}),
+        ("weights on the input", int4, {"router_weight_on_input": True}),
+        ("one choice", int4, {"top_k": 1}),
+        ("narrow tokens", int4, {"hidden_size": 2000}),
+        ("gpt-oss", replace(_with(mxfp4, "bias"), w13_order="interleaved"), {"activation": "swiglu_oai", "limit": 7.0}),
+        ("two formats", replace(int4, w2=_experts("marlin-wna16/1", "int8", SIZES[1]).w2), {}),
+        ("one scale in w2", replace(int4, w2=meta_experts(128, 2048, 768, group=-1).w2), {}),
+        ("fp8 rows", _experts("fp8-identity/1", "e4m3", SIZES[1]), {"activation_dtype": "fp8"}),
+        ("fp8 blocks", _experts("fp8-block-identity/1", "e4m3", SIZES[1]), {"activation_dtype": "fp8"}),
+        ("fp8 blocks, interleaved", _interleaved("fp8-block-identity/1"), {"activation_dtype": "fp8"}),
+        ("unaligned int8", meta_experts(64, 1072, 688, "int8-w8a8/1", "int8", -1), {}),
+        ("int4 by fp8", int4, {"activation_dtype": "fp8"}),
+    ):
+        yield name, prepare(experts, **{"top_k": 8, "max_tokens": 300, "gpu": "H100", **given})
+
+
+def of_gpus() -> Iterator[tuple[str, PreparedLayer]]:
+    """Yield a name and a layer for each GPU."""
+    int4 = _experts("marlin-wna16/1", "int4", SIZES[1])
+    for gpu in GPUS:
+        yield gpu, prepare(int4, top_k=8, max_tokens=300, gpu=gpu)
+
+
+def _text(argument: Any) -> str:
+    if isinstance(argument, Area):
+        return f"{argument.root} {argument.dtype} {argument.shape} {argument.strides} {argument.offset}"
+    if isinstance(argument, Box):
+        return f"{_text(argument.area)} by {argument.block} {argument.layout.swizzle_byte_width}"
+    return str(argument)
+
+
+def _lines(launch: Launch) -> Iterator[str]:
+    yield f"{launch.kernel} x {launch.programs}"
+    for values in (launch.arguments, launch.constants, launch.options):
+        yield from (f"{name} {_text(value)}" for name, value in sorted(values.items()))
+
+
+def row_of(layer: PreparedLayer, tokens: int, plan: Any = None) -> dict[str, Any]:
+    """Return what a call runs; times are the least, the one after it, and the sum over all plans."""
+    module = FAMILIES[layer.family]
+    planned = schedule(layer.family, layer.problem, tokens, plan)
+    lines = [line for launch in planned.launches for line in _lines(launch)]
+    ranked = getattr(module, "ranked_plans", lambda *_: ())(layer.problem, rounded(tokens))
+    times = [time for time, _ in ranked]
+    return {
+        "plan": str(plan or module.plan_for(layer.problem, tokens)),
+        "times": [float(f"{time:.6g}") for time in (*times[:2], sum(times))],
+        "kernels": " ".join(one.kernel.rpartition(":")[2] for one in planned.launches),
+        "bytes": [planned.workspace_bytes, layer.workspace_bytes(min(tokens, layer.max_tokens))],
+        "digest": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
+    }
+
+
+def of_plans() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield rows of plans that need not be chosen."""
+    for name, kernels in (("small", w4a16.kernels("uint4")), ("zeros-g32", w4a16.kernels("uint4")[:9])):
+        packed = on_meta(make_layer(replace(LAYERS[name], experts=4))[0])
+        layer = prepare(packed, top_k=2, max_tokens=40, gpu="H200")
+        for kernel in kernels:
+            plan = w4a16.Plan(w4a16.kernel_for(kernel, "uint4", packed.w13.group_size), 2, 3)
+            yield f"{name}, {kernel}", row_of(layer, 40, plan)
+    int8 = prepare(_experts("int8-w8a8/1", "int8", SIZES[0]), top_k=2, max_tokens=40, gpu="H200")
+    for kernel in (*w8a8.kernels(True), w8a8.Int8Direct(2)):
+        yield f"int8, {kernel}", row_of(int8, 40, w8a8.Int8Plan(kernel, 2, 3))
+    for gpu in GPUS.values():
+        yield f"{gpu.name} itself", {"gpu": list(map(str, vars(gpu).values()))}
+
+
+def _of_layers(layers: Iterable[tuple[str, PreparedLayer]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, layer in layers:
+        yield from ((f"{name}, {tokens} tokens", row_of(layer, tokens)) for tokens in TOKENS)
+
+
+#: Parts of the file.
+PARTS: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
+    "formats": lambda: dict(_of_layers(of_formats())),
+    "options": lambda: dict(_of_layers(of_options())),
+    "gpus": lambda: dict(_of_layers(of_gpus())),
+    "plans": lambda: dict(of_plans()),
+}
+
+
+if __name__ == "__main__":
+    FILE.parent.mkdir(exist_ok=True)
+    parts = []
+    for part, made in PARTS.items():
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in made().items())
+        parts.append(f"{json.dumps(part)}: {{\n{lines}\n}}")
+    FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n")
