@@ -12,11 +12,12 @@ from refusing import refuses
 
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
+from moeq.model.quantized_modules import QuantizedModule
 from moeq.schemes.base import FP8_PER_TOKEN, FP8_STATIC, MXFP8, NVFP4, QuantKey
 from moeq.transcode.expert_pack import GGUF_NAME
 from moeq.transcode.planned_result import _with_expert_dtype, planned_result, written_config
 from moeq.transcode.result_check import engine_refusal, warnings
-from moeq.transcode.survey import RecodedProjection, TranscodeRequest
+from moeq.transcode.survey import ModuleSurvey, RecodedProjection, TranscodeRequest
 from moeq.transcode.target_formats import TARGETS
 from moeq.transcode.transcode import dropped_parts, notes
 from moeq.transcode.transcode_plan import TranscodePlan, make_transcode_plan
@@ -139,13 +140,31 @@ def test_scales_that_a_target_has_no_place_for(checkpoints: Path, to: str, dropp
     experts = dropped_parts(made, replace(plan, survey=replace(plan.survey, modules=())))
     assert experts == dropped
 
-    def left_out(one: RecodedProjection) -> RecodedProjection:
-        return replace(one, activation=None)
 
-    modules = tuple(replace(one, projected=left_out(one.projected)) for one in plan.survey.modules)
-    count = sum("input_scale" in one.source.parts for one in modules)
-    found = dropped_parts(made, replace(plan, survey=replace(plan.survey, layers=(), modules=modules)))
-    assert found == ({"input_scale": count} if count else {})
+def test_scales_of_other_modules_are_counted_too(checkpoints: Path) -> None:
+    """One is carried over, two are dropped; parts that are no scales of activations do not count."""
+    made = open_checkpoint(checkpoints / "modelopt-nvfp4-qwen3moe")
+    plan = planned(made, "nvfp4")
+    carried = next(projected for projected, _ in plan.described if projected.activation)
+    entry = next(iter(made.source.tensors.values()))
+
+    def module(name: str, projected: RecodedProjection, *parts: str) -> ModuleSurvey:
+        return ModuleSurvey(QuantizedModule(name, dict.fromkeys(parts, entry), projected.source), name, projected)
+
+    dropped = replace(carried, activation=None)
+    modules = (
+        module("a", carried, "weight", "input_scale"),
+        module("b", dropped, "weight", "input_scale"),
+        module("c", dropped, "weight", "weight_scale"),
+        module("d", dropped, "input_scale"),
+    )
+
+    def count(*some: ModuleSurvey) -> dict[str, int]:
+        return dropped_parts(made, replace(plan, survey=replace(plan.survey, layers=(), modules=some)))
+
+    assert count(*modules) == {"input_scale": 2}
+    assert count(*modules[:2]) == {"input_scale": 1}
+    assert count(modules[0], modules[2]) == {}
 
 
 def test_a_result_that_no_engine_can_be_asked_about(tmp_path: Path) -> None:
