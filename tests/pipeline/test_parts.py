@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from pipeline.fast_path_cases import Sizes, fast_paths, stored, write_checkpoint
 
+from moeq.layouts import words
+from moeq.layouts.float_bits import e4m3_values
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec
 
@@ -246,3 +251,33 @@ def test_exponents_cannot_be_filled_with_zeros() -> None:
     assert "scale" not in {one.name for one in packed_parts(layout, spec, replace(spec, n=256))}
     other = replace(spec, scale_dtype="bf16")
     assert "scale" in {one.name for one in packed_parts(layout, other, replace(other, n=256))}
+
+
+def test_the_largest_scale_of_nvfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gate and up; zero, minus zero and negative scales are none, whatever their bits."""
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("weight_scale"):
+                tensor.view(torch.uint8).fill_(0x80)
+                tensor.view(torch.uint8)[0, 0] = 0x3A if "up_proj" in name else 0x38
+                tensor.view(torch.uint8)[1, 0] = 0xC0
+
+    checkpoint = write_checkpoint(tmp_path, "nvfp4", Sizes(128, 128), edit)
+    _, on = fast_paths(checkpoint, "marlin-nvfp4/1")
+    values = e4m3_values()
+    for role, byte in (("w13", 0x3A), ("w2", 0x38)):
+        path = on[role]  # type: ignore[index]
+        found = stored(checkpoint, 0, 1, path)
+        scratch = np.zeros(path.scratch_bytes, np.uint8)
+        with pytest.raises(ValueError, match="the largest scale of all local experts has to be known first"):
+            path.read(found, scratch)
+        assert path.largest(found, scratch) == [float(values[byte])]
+        calibrated = path.with_calibration([2.0])
+        assert calibrated.calibration_reads == ()
+        assert calibrated.with_calibration([4.0]).shards == calibrated.shards, "it is known already"
+        for key in path.calibration_reads:
+            assert found[key].size == 128 * 8
+        found[path.calibration_reads[0]][3] = 0x7F
+        assert path.largest(found, scratch) is None
