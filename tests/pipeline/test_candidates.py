@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from refusing import refuses
 
 import moeq
 from moeq.deploy.deployment import Deployment
@@ -163,3 +165,84 @@ def test_static_scales_of_a_folder_are_read_and_those_of_a_repository_are_not(
     monkeypatch.setattr("moeq.pipeline.plan.decide.LocalSource", int)
     advised(opened, question)
     assert read == [opened]
+
+
+def asked(source: Path, gpu: str, deployment: dict[str, Any], **options: Any) -> LayoutChoice:
+    """The one candidate where a layout is asked for."""
+    checkpoint, where = moeq.open(source), Deployment(gpu=parse_gpu(gpu), **deployment)
+    question = Question(where, ConvertOptions(**options))
+    (found,) = candidates(checkpoint, question, 0, None, judge_checkpoint(checkpoint, where, 0))
+    return found
+
+
+GPTQ = "gptq-int4-g32-qwen3moe"
+HEADS = "2 attention heads are not divisible by tp 4 (2 % 4 = 2)"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "deployment", "layout", "backend", "flag"),
+    [
+        (GPTQ, "A100", {"engine": "moeq"}, "marlin-wna16/1", "MARLIN", None),
+        (GPTQ, "A100", {}, "marlin-wna16/1", "MARLIN", None),
+        (GPTQ, "A100", {"backend": "marlin"}, "marlin-wna16/1", "MARLIN", None),
+        (
+            GPTOSS, "H100", {}, "flashinfer-cutlass-mxfp4-bf16/1", "FLASHINFER_CUTLASS_MXFP4_BF16",
+            "--moe-backend flashinfer_cutlass",
+        ),
+        (GPTOSS, "H100", {}, "marlin-mxfp4-interleaved/1", "MARLIN", "--moe-backend marlin"),
+        ("modelopt-fp8-qwen3moe", "H100", {}, "marlin-fp8/1", "MARLIN", "--moe-backend marlin"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_is_asked_for(
+    name: str, gpu: str, deployment: dict[str, Any], layout: str, backend: str, flag: str | None, checkpoints: Path
+) -> None:
+    found = asked(checkpoints / name, gpu, deployment, layout=layout)
+    assert (found.layout, found.backend, found.flag, found.overridden) == (layout, backend, flag, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "deployment", "layout", "why"),
+    [
+        (
+            GPTQ, "A100", {"engine": "moeq"}, "moeq-wna16/1",
+            "no backend of moeq reads moeq-wna16/1 for this checkpoint on A100: MOEQ: weights are int4, this kernel "
+            "reads int2",
+        ),
+        (
+            GPTQ, "A100", {"engine": "moeq"}, "trtllm-mxint4/1",
+            "no backend of moeq reads trtllm-mxint4/1 for this checkpoint on A100 (it is for SM100 family)",
+        ),
+        (
+            GPTQ, "A100", {}, "triton-wna16/1",
+            "no backend of vllm@0.33.0 reads triton-wna16/1 for this checkpoint on A100: TRITON: expert bias: this "
+            "checkpoint has none, but AutoGPTQMoEMethod assumes it may have one",
+        ),
+        (
+            GPTQ, "A100", {}, "moeq-wna16/1",
+            "no backend of vllm@0.33.0 reads moeq-wna16/1 for this checkpoint on A100 (it is for SM80 and newer, "
+            "gfx942, gfx950)",
+        ),
+        (
+            GPTQ, "A100", {"tp": 4}, "marlin-wna16/1",
+            f"{HEADS}; no backend of vllm@0.33.0 reads marlin-wna16/1 for this checkpoint on A100: MARLIN: "
+            "vllm@0.33.0: model.layers.0.self_attn.o_proj has 2 groups of input features, which tp 4 would cut; "
+            f"{HEADS} | BATCHED_MARLIN: activations are standard, the kernel takes batched",
+        ),
+    ],
+)  # fmt: skip
+def test_a_layout_that_nobody_reads_here(
+    name: str, gpu: str, deployment: dict[str, Any], layout: str, why: str, checkpoints: Path
+) -> None:
+    with refuses("usage.layout-gpu", why, "force_layout=True writes it anyway"):
+        asked(checkpoints / name, gpu, deployment, layout=layout)
+    found = asked(checkpoints / name, gpu, deployment, layout=layout, force_layout=True)
+    assert found.layout == layout
+    assert "; ".join(found.overridden) == why
+    told = why.rpartition(f"{gpu}: ")[2].partition(":")[0]
+    assert found.backend == (layout if "(it is for" in why else told)
+
+
+def test_a_layout_and_a_backend_that_do_not_fit(checkpoints: Path) -> None:
+    message = 'backend="marlin" with layout="triton-wna16/1": marlin reads marlin-wna16/1'
+    with refuses("usage.layout-backend", message, "name one of them: the layout follows from the backend"):
+        asked(checkpoints / GPTQ, "A100", {"backend": "marlin"}, layout="triton-wna16/1")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pipeline.mixing import rewritten
 
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.pipeline.plan.decide import answer
+from moeq.pipeline.plan.layer_loaders import _heads, _own_kernel, _scales, _sglang
 from moeq.pipeline.plan.options import Question
 
 OTHERS = ["transformers", "load_experts"]
@@ -29,3 +33,77 @@ OTHERS = ["transformers", "load_experts"]
 def test_loaders_of_a_plan(checkpoints: Path, name: str, gpu: str, options: dict[str, Any], named: list[str]) -> None:
     found = answer(moeq.open(checkpoints / name), Question(Deployment(gpu=parse_gpu(gpu), **options)))
     assert [loader.name for loader in found.loaders] == named
+
+
+FP8, NVFP4 = "flashinfer-cutlass-fp8-tensor/1", "trtllm-nvfp4/1"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "needed"),
+    [
+        ("modelopt-fp8-qwen3moe", FP8, True),
+        ("modelopt-fp8-qwen3moe", "marlin-fp8/1", False),  # weight-only
+        ("ct-fp8-channel-qwen3moe", "aiter-fp8-channel/1", False),  # scales are made at run time
+        ("modelopt-nvfp4-qwen3moe", NVFP4, True),
+        ("modelopt-nvfp4-qwen3moe", "marlin-nvfp4/1", False),
+        ("gptq-int4-g32-qwen3moe", "marlin-wna16/1", False),
+    ],
+)
+def test_static_scales_that_a_kernel_needs(
+    checkpoints: Path, tmp_path: Path, name: str, layout: str, needed: bool
+) -> None:
+    """Of every expert, or of the whole stack."""
+
+    def without(*words: str) -> bool:
+        def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {key: one for key, one in tensors.items() if not all(word in key for word in ("input_", *words))}
+
+        folder = tmp_path / "-".join(("made", *words)).replace(".", "")
+        made = moeq.open(rewritten(checkpoints / name, folder, change))
+        return _scales(made, 0, made.scheme_of(0), layout)
+
+    whole = moeq.open(checkpoints / name)
+    assert _scales(whole, 0, whole.scheme_of(0), layout)
+    assert without("layers.1.")
+    assert without() == (not needed)
+    assert without("layers.0.", "experts.1.") == (not needed)
+    assert without("layers.0.", "experts.1.down_proj") == (not needed)
+
+
+def test_schemes_without_activations_need_no_scales(checkpoints: Path) -> None:
+    made = moeq.open(checkpoints / "modelopt-fp8-qwen3moe")
+    scheme = replace(made.scheme_of(0), activation=None)
+    layer = made.experts(0).layer
+    for key in [key for key in layer.parts if key[1].startswith("input_")]:
+        del layer.parts[key]
+    assert _scales(made, 0, scheme, FP8)
+    assert not _scales(made, 0, made.scheme_of(0), FP8)
+    # The second level of NVFP4 is needed whatever the config says of activations.
+    assert not _scales(made, 0, replace(scheme, format="nvfp4"), NVFP4)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "heads", "sglang"),
+    [(1, 1, True, True), (2, 1, True, True), (2, 2, True, True), (1, 2, True, True), (4, 1, False, False),
+     (1, 4, True, False), (4, 2, False, False), (2, 4, True, False)],
+)  # fmt: skip
+def test_ranks_of_sglang_share_the_heads_too(checkpoints: Path, tp: int, ep: int, heads: bool, sglang: bool) -> None:
+    """The model has two attention heads; experts are not spread over fewer ranks than all."""
+    made, where = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe"), Deployment(gpu=parse_gpu("A100"), tp=tp, ep=ep)
+    assert (_heads(made, where), _sglang(made, where, 0)) == (heads, sglang)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "layout", "own"),
+    [
+        ("gptq-int4-g32-qwen3moe", "A100", "marlin-wna16/1", True),
+        ("gptq-int4-g32-qwen3moe", "A100", "moeq-wna16/1", False),
+        ("gptq-int4-g32-qwen3moe", "A100", "trtllm-mxint4/1", False),
+        ("mxfp4-gptoss", "H100", "moeq-mxfp4/1", True),
+    ],
+)
+def test_layouts_that_moeqs_kernels_read(checkpoints: Path, name: str, gpu: str, layout: str, own: bool) -> None:
+    made = moeq.open(checkpoints / name)
+    where = Deployment(gpu=parse_gpu(gpu))
+    assert _own_kernel(made, where, 0, None, layout) is own
+    assert _own_kernel(made, where, 0, made.scheme_of(0), layout) is own
