@@ -338,6 +338,13 @@ def test_rows_that_share_a_scale() -> None:
     assert np.array_equal(read(blocks, made)["scales"][:, 0], scales.repeat(8)[:20])
     made = stored_of(tensor)
     assert np.array_equal(read(tensor, made)["scales"][:, 0], made["weight_scale"].view(np.uint32).repeat(20))
+    odd = replace(FP8, n=17)
+    one = reader(
+        {"weight": PartSig("F8_E4M3", (17, 64)), "weight_scale_inv": PartSig("F32", (3, 1))},
+        odd, "fp8-block", granularity="block", rows=8,
+    )  # fmt: skip
+    made = stored_of(one)
+    assert np.array_equal(read(one, made)["scales"][:, 0], made["weight_scale_inv"].view(np.uint32).repeat(8)[:17])
     even = replace(FP8, n=16)
     one = reader(
         {"weight": PartSig("F8_E4M3", (16, 64)), "weight_scale_inv": PartSig("F32", (2, 1))},

@@ -242,3 +242,35 @@ def test_a_damaged_first_line_is_known_by_its_length_and_its_body_or_seal() -> N
         (whole[:-1], False),
     ):
         assert journal_module._was_head_of(line, STAMP) == known, line
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Inodes of the files and folders that are flushed to disk, in order."""
+    found: list[int] = []
+    flush = os.fsync
+
+    def noted(fd: int) -> None:
+        flush(fd)
+        found.append(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    return found
+
+
+def test_a_journal_is_on_disk_before_anything_else(tmp_path: Path, synced: list[int]) -> None:
+    """Its first line, its name in the folder, and every line that is added."""
+    with OutputFolder(tmp_path) as folder:
+        journal = Journal(folder, STAMP)
+        (path,) = tmp_path.iterdir()
+        mine, whole = path.stat().st_ino, tmp_path.stat().st_ino
+        assert synced == [mine, whole]
+        record = UnitRecord("unit", 1, {"t": TensorDigest(1, "d")})
+        journal.add([record, record])
+        assert synced == [mine, whole, mine]
+        journal.add_replaced(Replaced(1, 2, ("a",)))
+        assert synced == [mine, whole, mine, mine]
+        journal.close()
+        again = Journal(folder, STAMP)  # whose first line is there already
+        assert synced == [mine, whole, mine, mine, whole]
+        again.close()

@@ -10,10 +10,12 @@ from checkpoint.builder import Tensors, config, ct, ct_config, experts, gptq, qu
 from refusing import refuses
 
 import moeq
+from moeq.checkpoint.writer import tensor_bytes
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.loss_probe import _loss, find_loss
+from moeq.pipeline.plan.decide import _rank_bytes, _regrouped, _sizes
 from moeq.pipeline.plan.layer_plan import _written_specs, describe, plan_layer
 from moeq.pipeline.plan.options import ConvertOptions, Question, Ranks
 
@@ -118,3 +120,37 @@ def test_layouts_that_are_calibrated_are_not_tried(checkpoints: Path, monkeypatc
     assert plan.layout.calibration_scope is not None
     monkeypatch.setattr(type(made), "matrix", None)
     assert _loss(made, plan) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "tp", "ep", "written", "share", "sizes"),
+    [
+        ("mxfp4-identity/1", 1, 1, "unsharded", 1, (256, 128, 4)),
+        ("mxfp4-identity/1", 2, 1, "unsharded", 2, (256, 64, 4)),
+        ("mxfp4-identity/1", 1, 4, "unsharded", 4, (256, 128, 1)),
+    ],
+)
+def test_bytes_of_a_rank(
+    checkpoints: Path, layout: str, tp: int, ep: int, written: str, share: int, sizes: tuple[int, int, int]
+) -> None:
+    """Ranks of expert parallelism share the experts, others their intermediate features."""
+    made = moeq.open(checkpoints / "mxfp4-gptoss")
+    ranks = Ranks(tp, ep)
+    plan = plan_layer(made, 0, layout, ranks)
+    assert plan.entry.sharding is not None
+    assert plan.entry.sharding.written == written
+    (whole,) = plan.shards
+    nbytes = sum(tensor_bytes(*row) for row in whole.tensors().values())
+    assert _rank_bytes(plan, ranks) == nbytes // share
+    found = _sizes(plan, ranks)
+    assert (found.hidden, found.intermediate, found.local_experts) == sizes
+
+
+def test_the_scheme_of_smaller_groups(checkpoints: Path) -> None:
+    made = moeq.open(checkpoints / "gptq-int4-g128-mixtral").scheme_of(0)
+    assert _regrouped(made, None) is None
+    assert _regrouped(made, 128) is None
+    found = _regrouped(made, 32)
+    assert found is not None
+    assert found.weight.scale.group_shape == (1, 32)
+    assert found.group_size == 32

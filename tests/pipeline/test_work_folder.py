@@ -261,3 +261,39 @@ def test_the_marker_is_removed_before_units_are_done_again(tmp_path: Path) -> No
         work.reopen()
         assert not (work.path / "moeq.json").exists()
         assert (work.path / "a.safetensors").exists()
+
+
+def test_names_are_on_disk_before_and_after_a_publication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished folder gets its name when its own names are there, and nothing is removed before that name is."""
+    steps: list[str] = []
+    flush, rename, unlink = os.fsync, os.rename, os.unlink
+
+    def flushed(fd: int) -> None:
+        flush(fd)
+        steps.append(f"sync {os.path.basename(os.readlink(f'/proc/self/fd/{fd}'))}")
+
+    def renamed(old: str, new: str, **given: int) -> None:
+        rename(old, new, **given)
+        steps.append(f"{old} -> {new}")
+
+    def removed(name: str, **given: int) -> None:
+        unlink(name, **given)
+        steps.append(f"remove {name}")
+
+    above = tmp_path / "above"
+    above.mkdir()
+    with WorkFolder(above / "out", STAMP) as work:
+        fill(work)
+        monkeypatch.setattr(os, "fsync", flushed)
+        monkeypatch.setattr(os, "rename", renamed)
+        monkeypatch.setattr(os, "unlink", removed)
+        work.publish()
+    journal = "moeq-journal.jsonl"
+    assert [step for step in steps if not step.startswith("remove x")] == [
+        f"{journal} -> out.moeq-partial.{journal}",
+        "sync out.moeq-partial",
+        "sync above",
+        "out.moeq-partial -> out",
+        "sync above",
+        f"remove out.moeq-partial.{journal}",
+    ]

@@ -19,7 +19,7 @@ from moeq.pipeline.pack.inputs import INPUT_BUFFERS, OUTPUT_BUFFERS
 from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run import workers
-from moeq.pipeline.run.workers import Executed, Executor, Outcome, WorkerQueues, Written
+from moeq.pipeline.run.workers import Executed, Executor, Outcome, UnitStarted, WorkerQueues, Written
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +189,24 @@ def test_units_that_are_ready_together_are_synced_together() -> None:
         run._written.put(one)  # type: ignore[arg-type]
     run._sync()
     assert finished == [["a", "b"]]
+
+
+def test_what_is_told_of_a_unit(job: Job) -> None:
+    """That it began, the bytes of each of its items, and that it ended; torch has as many threads as before."""
+    torch = pytest.importorskip("torch")
+    before, events = torch.get_num_threads(), list[Outcome]()
+    torch.set_num_threads(before + 1)
+    try:
+        Executor(job, None, sink=lambda unit: NoOutput()).run(job.plan.units, events.append)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    for unit in job.plan.units:
+        mine = [one for one in events if (one.unit if isinstance(one, UnitStarted) else one.unit.id) == unit.id]
+        started, *written, ended = mine
+        assert started == UnitStarted(unit.id)
+        assert all(isinstance(one, Written) for one in written)
+        assert sum(one.bytes for one in written if isinstance(one, Written)) == unit.bytes_out
+        assert isinstance(ended, Executed)
+        assert ended.record.bytes == unit.bytes_out
+    assert [one.unit for one in events if isinstance(one, UnitStarted)] == [unit.id for unit in job.plan.units]

@@ -86,3 +86,15 @@ def test_another_job_is_not_done(out: Path, source: Path, checkpoints: Path) -> 
         with pytest.raises(MoeqError) as caught:
             transcode(other, out, target)
         assert caught.value.code == "usage.destination-exists"
+
+
+def test_force_does_not_call_a_folder_with_other_files_done(out: Path, source: Path) -> None:
+    (out / "notes.txt").write_text("mine")
+    for force in (True, False):
+        with pytest.raises(MoeqError) as caught:
+            transcode(source, out, "gptq" if force else "fp16", force=force, allow_lossy=True)
+        assert caught.value.code == ("usage.foreign-files" if force else "usage.destination-exists")
+    with pytest.raises(MoeqError) as caught:
+        transcode(source, out, "compressed-tensors", force=True)
+    assert caught.value.code == "usage.foreign-files"
+    assert (out / "notes.txt").read_text() == "mine"
