@@ -7,6 +7,7 @@ does what runs: measure (`bench.plan_regret`), then `python -m support.golden_la
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from moeq_kernels.hopper.w8a8 import w8a8_plan as w8a8
 from moeq_kernels.launch import Launch
 from moeq_kernels.prepared import PreparedLayer
 from moeq_kernels.schedules import FAMILIES, schedule
+from moeq_kernels.tuning import choose_blocks
 from support.cases import make_layer, meta_experts
 from support.hopper_layers import LAYERS, on_meta
 
@@ -123,8 +125,31 @@ def row_of(layer: PreparedLayer, tokens: int, plan: Any = None) -> dict[str, Any
         "times": [float(f"{time:.6g}") for time in (*times[:2], sum(times))],
         "kernels": " ".join(one.kernel.rpartition(":")[2] for one in planned.launches),
         "bytes": [planned.workspace_bytes, layer.workspace_bytes(min(tokens, layer.max_tokens))],
-        "digest": hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
+        "digest": _digest(lines),
     }
+
+
+def of_tables() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what the tables say of each format and each GPU, and the tiles of the portable kernels."""
+    for (layout, element), fmt in FORMATS.items():
+        row = {key: value for key, value in vars(fmt).items() if not callable(value)}
+        row |= {"weight": fmt.weight_shape(256, 512), "high": fmt.high_shape and fmt.high_shape(256, 512)}
+        row |= {order: fmt.scale_shape(order, 384, 12) for order in (fmt.group_order, fmt.single_order) if order}
+        row |= {"zero": fmt.zero_shape(256, 4)} if fmt.zero_points else {}
+        yield f"{layout} {element}", {key: str(value) for key, value in row.items()}
+        for fp8 in ("", "native", "decoded") if fmt.fp8_activations else ("",):
+            tiles = {
+                f"{rows} rows, {shared} KB": str(list(vars(choose_blocks(
+                    rows, fmt, shared=shared * 1024, interpret=False, fp8=fp8)).values()))
+                for rows, shared in itertools.product((1, 12, 17, 33, 64, 65), (64, 99, 227))
+            }  # fmt: skip
+            yield f"{layout} {element} tiles {fp8}", {"digest": _digest(tiles.items())}
+    for gpu in GPUS.values():
+        yield f"{gpu.name} itself", {"gpu": list(map(str, vars(gpu).values()))}
+
+
+def _digest(lines: Iterable[Any]) -> str:
+    return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()[:16]
 
 
 def of_plans() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -138,8 +163,6 @@ def of_plans() -> Iterator[tuple[str, dict[str, Any]]]:
     int8 = prepare(_experts("int8-w8a8/1", "int8", SIZES[0]), top_k=2, max_tokens=40, gpu="H200")
     for kernel in (*w8a8.kernels(True), w8a8.Int8Direct(2)):
         yield f"int8, {kernel}", row_of(int8, 40, w8a8.Int8Plan(kernel, 2, 3))
-    for gpu in GPUS.values():
-        yield f"{gpu.name} itself", {"gpu": list(map(str, vars(gpu).values()))}
 
 
 def _of_layers(layers: Iterable[tuple[str, PreparedLayer]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -152,6 +175,7 @@ PARTS: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
     "formats": lambda: dict(_of_layers(of_formats())),
     "options": lambda: dict(_of_layers(of_options())),
     "gpus": lambda: dict(_of_layers(of_gpus())),
+    "tables": lambda: dict(of_tables()),
     "plans": lambda: dict(of_plans()),
 }
 

@@ -1,4 +1,4 @@
-"""The wide kernel's code as it is, run on a CPU: copy warps, queues, both products of a height, every way to decode."""
+"""The wide kernel as `test_small_layers.py` runs it, with every way to decode and both products of a height."""
 
 from __future__ import annotations
 
@@ -34,14 +34,8 @@ LAYERS: dict[str, tuple[Recipe, Wide]] = {
 }
 
 
-#: One of each way to decode; the others differ in how many warpgroups there are, the dtype, or the scales.
-QUICK = ("int4, four warpgroups", "mxfp4", "nvfp4", "fp8, float16", "mxfp8")
-
-
-@pytest.mark.cover(every=5)
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
 def test_the_code_as_it_is_gives_the_layer(name: str) -> None:
     if not interpreter.active():
         pytest.skip("the kernels that sort run in Triton's interpreter here")
