@@ -242,6 +242,24 @@ def test_parts_of_layouts() -> None:
     assert isinstance(fnuz["scale"].widen, AsFloat32)
 
 
+@pytest.mark.parametrize(
+    ("layout", "n", "rows", "second"),
+    [
+        ("triton-kernels-hopper/1", 192, 256, 128),
+        ("triton-kernels-hopper/1", 320, 512, 256),
+        ("triton-kernels-blackwell/1", 320, 384, 192),
+        ("triton-kernels-hopper/1", 256, 256, 128),
+    ],
+)
+def test_gate_and_up_are_filled_up_apart(layout: str, n: int, rows: int, second: int) -> None:
+    """Where a layout fills rows up to a tile, half of the filling lies behind the gate."""
+    spec = MatrixSpec("w13", n, 192, "e2m1", 32, "e8m0")
+    found = {one.name: one for one in packed_parts(get_layout(layout), spec, spec)}
+    scale = found["scale"]
+    assert (scale.shape[0], scale.starts, scale.step, scale.filled) == (rows, (0, second), 1, (n // 2, 6))
+    assert scale.shape[1] == 8
+
+
 def test_exponents_cannot_be_filled_with_zeros() -> None:
     """A zero byte is a power of two."""
     spec = replace(W13, element="e4m3", group_size=128, scale_dtype="e8m0", n=192)

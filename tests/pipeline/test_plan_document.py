@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint.builder import write
 
+import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout
+from moeq.pipeline.pack.memory import REFERENCE_BYTES
 from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.options import ConvertOptions
-from moeq.pipeline.plan_document import _stream, needs_of, plan_document, read_plan, write_plan
+from moeq.pipeline.plan_document import _beside_bytes, _stream, needs_of, plan_document, read_plan, write_plan
 from moeq.pipeline.run.resources import RATES, plan_memory
 from moeq.pipeline.run.streaming import schedule
+from moeq.transcode.planned_result import _PlannedSource
 
 INT4 = "gptq-int4-g32-qwen3moe"
 
@@ -88,3 +92,67 @@ def test_what_is_fetched_is_counted() -> None:
     units: list[Any] = [frozenset({"a", "b"}), frozenset({"b", "c"})]
     found = schedule(units, lambda unit: unit, {"a": 5, "b": 7, "c": 11})
     assert _stream(found) == {"files": 3, "fetched_bytes": 23, "peak_bytes": 18}
+
+
+def test_every_entry_of_a_small_plan(tmp_path: Path) -> None:
+    """Two experts of one layer: each stack is a unit, and what is copied is another."""
+    folder = write(tmp_path / "made")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "old.bin").write_bytes(bytes(1000))
+    job, document = planned(folder)
+    plan, source = job.plan, job.checkpoint.source
+    needs = needs_of(job, plan_memory(job, plan.units, 2, None))
+    header = sum(file.size for file in source.files) - sum(entry.nbytes for entry in source.tensors.values())
+    sides = (folder / "config.json").stat().st_size + 2
+    assert needs.disk_bytes == sum(file.form.size for file in plan.files) + header + sides
+    rates = {unit.id: RATES["copy" if "copy" in unit.id else "reference"] for unit in plan.units}
+    seconds = sum(unit.bytes_in / rates[unit.id] for unit in plan.units) / needs.memory.workers
+    assert needs.seconds == pytest.approx(seconds)
+    assert document["time"]["seconds"] == round(seconds, 1)
+    assert document["time"]["assumed_bytes_per_second_and_worker"].keys() == {"road", "general", "copy"}
+    for role in ("w13", "w2"):
+        (row,) = (row for row in document["units"] if row["id"] == f"layer-0/{role}")
+        unit = next(unit for unit in plan.units if unit.id == row["id"])
+        assert {key: row[key] for key in ("layer", "role", "experts", "ranks", "way")} == {
+            "layer": 0, "role": role, "experts": [0, 2], "ranks": [0], "way": "general",
+        }  # fmt: skip
+        assert row["inputs"] == {name: [list(span) for span in spans] for name, spans in unit.inputs.items()}
+        assert row["outputs"] == [list(span) for span in unit.outputs]
+        assert (row["file"], row["bytes_in"], row["bytes_out"]) == (unit.file, unit.bytes_in, unit.bytes_out)
+        assert row["padding_bytes"] == unit.padding_bytes
+    (copies,) = (row for row in document["units"] if row["id"].startswith("copy/"))
+    assert copies["way"] == "copy"
+    assert "layer" not in copies
+    assert [(kind.title, kind.way, kind.count) for kind in needs.kinds] == [
+        ("copies", "copy", 1), ("w13 of 1 layer", "reference", 1), ("w2 of 1 layer", "reference", 1),
+    ]  # fmt: skip
+    for kind, row in zip(needs.kinds, document["units"], strict=True):
+        assert (kind.bytes_in, kind.bytes_out, kind.padding_bytes) == (
+            row["bytes_in"], row["bytes_out"], row["padding_bytes"],
+        )  # fmt: skip
+    assert needs.kinds[1].memory == REFERENCE_BYTES * 64 * 64
+    assert document["deployment"]["gpu"]["name"] == "A100"
+    assert document["request"] == job.request.to_json()
+    assert (document["backend"], document["copied"]) == ("TRITON", [])
+    assert document["totals"]["padding_bytes"] == plan.padding_bytes
+    assert document["totals"]["expert_bytes_in"] == sum(
+        entry.nbytes for name, entry in source.tensors.items() if ".experts." in name
+    )
+
+
+def test_kinds_of_units(checkpoints: Path) -> None:
+    job, _ = planned(checkpoints / INT4)
+    needs = needs_of(job, plan_memory(job, job.plan.units, 2, None))
+    titles = {kind.title: kind.count for kind in needs.kinds}
+    assert titles["w13 of 2 layers"] == titles["w2 of 2 layers"] == 2
+    assert sum(titles.values()) == len(job.plan.units)
+
+
+def test_headers_and_side_files_stand_beside_the_weights(tmp_path: Path) -> None:
+    source = moeq.open(write(tmp_path / "made")).source
+    config = (tmp_path / "made" / "config.json").stat().st_size
+    length = int.from_bytes((tmp_path / "made" / "model.safetensors").read_bytes()[:8], "little")
+    assert _beside_bytes(source) == 8 + length + config
+    remote = _PlannedSource("repository", {}, {})
+    remote.files, remote.tensors = source.files, source.tensors
+    assert _beside_bytes(remote) == 8 + length
