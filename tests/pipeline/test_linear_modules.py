@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.linears import LinearModule
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
-from moeq.pipeline.plan.linear_modules import _features, _load_faults, _no_kernel, _Shard
+from moeq.pipeline.plan.linear_modules import _features, _load_faults, _Loading, _no_kernel, _Shard
 
 GPTQ = Method("GPTQMarlinLinearMethod", "gptq", "gptq", "int4", bits=4, group_size=128, act_order=True)
 
@@ -153,3 +154,76 @@ def test_a_scale_without_columns_is_no_group(tmp_path: Path) -> None:
         scale = {"weight": (torch.float8_e4m3fn, (256, 256)), "weight_scale": (torch.float32, shape)}
         made = refusal(tmp_path / str(number), CT, {}, more=attention(o=scale), tp=2, ep=2)
         assert "groups of input features" not in made
+
+
+def loading(tp: int, config: dict[str, Any] | None = None, **shapes: tuple[int, ...]) -> _Loading:
+    """An engine that loads tensors of these shapes, `q_proj__weight` for `l.q_proj.weight`."""
+    entries = {
+        name: TensorEntry(name, "F8_E4M3", shape, "f", 0, 0)
+        for name, shape in ((f"l.{key.replace('__', '.')}", shape) for key, shape in shapes.items())
+    }
+    checkpoint: Any = SimpleNamespace(source=SimpleNamespace(config=config or {}, tensors=entries))
+    return _Loading(checkpoint, None, Deployment(parse_gpu("H100"), tp=tp), None)  # type: ignore[arg-type]
+
+
+QKV = LinearModule("qkv_proj", ("q_proj", "k_proj", "v_proj"), True, "column")
+OUT = LinearModule("o_proj", ("o_proj",), True, "row")
+WHOLE = LinearModule("gate", ("gate",), True, "whole")
+
+
+@pytest.mark.parametrize(
+    ("linear", "tp", "shapes", "said"),
+    [
+        (QKV, 1, {"q_proj__weight": (256, 64), "k_proj__weight": (128, 64), "v_proj__weight": (100, 64)}, []),
+        (QKV, 1, {"q_proj__weight": (200, 64), "k_proj__weight": (130, 64), "v_proj__weight": (100, 64)},
+         ["q_proj has 200", "k_proj has 130"]),
+        (QKV, 2, {"q_proj__weight": (256, 64), "k_proj__weight": (128, 64), "v_proj__weight": (100, 64)},
+         ["k_proj has 64", "v_proj has 50"]),
+        (QKV, 1, {"k_proj__weight": (130, 64)}, ["k_proj has 130"]),
+        (QKV, 1, {"q_proj__weight": (200,), "k_proj__weight": (130, 64)}, ["k_proj has 130"]),
+        (OUT, 1, {"o_proj__weight": (64, 100)}, []),
+        (OUT, 2, {"o_proj__weight": (64, 256)}, []),
+        (OUT, 2, {"o_proj__weight": (64, 192)}, ["o_proj has 96"]),
+        (WHOLE, 2, {"gate__weight": (100, 64)}, []),
+    ],
+)  # fmt: skip
+def test_blocks_that_ranks_would_cut(
+    linear: LinearModule, tp: int, shapes: dict[str, tuple[int, ...]], said: list[str]
+) -> None:
+    found = list(loading(tp, **shapes)._cut_blocks(linear, "l.", (128, 128)))
+    assert found == [
+        (f"l.{text} features on a rank of tp {tp}, and FP8 blocks have 128", "a tp that gives every rank whole blocks")
+        for text in said
+    ]
+
+
+@pytest.mark.parametrize(("heads", "said"), [(1, False), (2, True), (None, True)])
+def test_heads_that_ranks_share_are_not_cut(heads: int | None, said: bool) -> None:
+    linear = LinearModule("a.qkv_proj", ("a.k_proj",), True, "column")
+    config = {"num_key_value_heads": heads} if heads else {}
+    found = list(loading(2, config, a__k_proj__weight=(128, 64))._cut_blocks(linear, "l.", (128, 128)))
+    assert bool(found) is said
+
+
+@pytest.mark.parametrize(
+    ("tp", "grouped", "shapes", "said"),
+    [
+        (2, True, {"o_proj__scales": (4, 64)}, None),
+        (2, True, {"o_proj__scales": (3, 64)}, 3),
+        (2, False, {"o_proj__scales": (3, 64)}, 3),
+        (2, False, {"o_proj__scales": (1, 64)}, None),
+        (2, True, {"o_proj__scales": (1, 64)}, 1),
+        (1, True, {"o_proj__scales": (3, 64)}, None),
+        (2, True, {"o_proj__weight_scale": (64, 4)}, None),
+        (2, True, {"o_proj__weight_scale": (64, 3)}, 3),
+        (2, False, {"o_proj__weight_scale": (64, 1)}, None),
+        (2, False, {"o_proj__weight_scale": (64,)}, None),
+        (2, True, {}, None),
+    ],
+)
+def test_groups_that_ranks_would_cut(
+    tp: int, grouped: bool, shapes: dict[str, tuple[int, ...]], said: int | None
+) -> None:
+    found = list(loading(tp, **shapes)._cut_groups(OUT, "l.", grouped=grouped))
+    text = f"l.o_proj has {said} groups of input features, which tp {tp} would cut"
+    assert found == ([] if said is None else [(text, "a tp that divides the groups")])

@@ -67,7 +67,7 @@ def transpose_awq(words, out):  # type: ignore[no-untyped-def]
     whole = words.shape[1] // _LINE_WORDS * _LINE_WORDS
     rest, transposed_words = _rest(), _line()
     for k in range(out.shape[0]):
-        block, line = words[8 * k : 8 * k + 8], out[k]
+        block, line = words[8 * k :], out[k]
         for w in range(0, whole, _LINE_WORDS):
             _transpose_block(block, w, line[8 * w :])
         if whole < words.shape[1]:
