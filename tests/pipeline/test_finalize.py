@@ -387,3 +387,19 @@ def test_shards_that_are_left_are_named(source: Path) -> None:
     shards = [f'shard="{index}/9"' for index in range(9) if WorkShard(index, 9).select(job.plan.units, remote=False)]
     shown = ", ".join(shards[:8]) + (" ..." if len(shards) > 8 else "")
     assert remedy(*most) == f"run again: {shown}; or {whole}"
+
+
+def test_bytes_that_a_journal_has_and_the_file_has_not(source: Path, tmp_path: Path) -> None:
+    shard(source, tmp_path / "out", 0, 1)
+    job = open_job(JobRequest(str(source), A100))
+    unit = next(unit for unit in job.plan.units if unit.id == "layer-1/w2")
+    with (partial(tmp_path / "out") / unit.file).open("r+b") as file:
+        file.seek(unit.outputs[0][0])
+        byte = file.read(1)
+        file.seek(unit.outputs[0][0])
+        file.write(bytes([byte[0] ^ 1]))
+    error = refused(tmp_path / "out")
+    assert error.code == "answer.units-missing"
+    assert "are not in the files although a journal has them" in error.message
+    assert "layer-1/w2" in error.message
+    assert error.hint == 'run again: shard="0/1"; or convert without shard does what is left, and publishes'

@@ -274,3 +274,14 @@ def test_a_journal_is_on_disk_before_anything_else(tmp_path: Path, synced: list[
         again = Journal(folder, STAMP)  # whose first line is there already
         assert synced == [mine, whole, mine, mine, whole]
         again.close()
+
+
+@pytest.mark.parametrize("first", ["moeq-journal.0-of-2.jsonl", "moeq-journal.jsonl"])
+def test_a_damaged_journal_does_not_hide_the_others(folder: OutputFolder, first: str) -> None:
+    """Whichever comes first, by name or as asked for."""
+    noted(folder, ONE, shard="1-of-2")
+    good = "moeq-journal.1-of-2.jsonl"
+    (folder.path / first).write_bytes(b"noise\n" + (folder.path / good).read_bytes())
+    for names in (None, [first, good], [good, first]):
+        found = read_journals(folder, names)
+        assert (found.records, found.damaged, set(found.stamps)) == ({"unit 1": ONE}, (first,), {good})
