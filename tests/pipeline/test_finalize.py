@@ -389,7 +389,8 @@ def test_shards_that_are_left_are_named(source: Path) -> None:
     assert remedy(*most) == f"run again: {shown}; or {whole}"
 
 
-def test_bytes_that_a_journal_has_and_the_file_has_not(source: Path, tmp_path: Path) -> None:
+def test_bytes_that_a_journal_has_and_the_file_has_not(checkpoints: Path, tmp_path: Path) -> None:
+    source = checkpoints / "gptq-int4-g32-qwen3moe"
     shard(source, tmp_path / "out", 0, 1)
     job = open_job(JobRequest(str(source), A100))
     unit = next(unit for unit in job.plan.units if unit.id == "layer-1/w2")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import moeq
+from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import LayerEntry
+from moeq.checkpoint.names import FUSED
+from moeq.checkpoint.writer import file_form
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.model.shards import Range
 from moeq.pipeline.plan import commands, conversion_plan, units
-from moeq.pipeline.plan.conversion_plan import bounded_files, file_names
+from moeq.pipeline.plan.conversion_plan import bounded_files, file_names, make_plan
 from moeq.pipeline.plan.job import OpenedJob
 from moeq.pipeline.plan.units import CopiedTensor, CopyUnit, PackUnit, Unit
 from moeq.pipeline.run.work_shards import LAUNCHERS, _number
 from moeq.pipeline.state.publish import layer_entry
+from moeq.schemes.format import PartSig
 
 
 def copied(*tensors: tuple[int, int, int]) -> list[tuple[int, int, tuple[tuple[str, int], ...]]]:
@@ -174,3 +180,93 @@ def test_units_of_one_file_are_fetched_together() -> None:
     ranges = Range(2, 5)
     unit = PackUnit("layer-3/w2/rank-1", "f", {}, (), 0, 3, "w2", ranges, (1,), (1,))
     assert (unit.kind, unit.fetch_group, unit.num_digests) == ("layer 3 w2", "f", 3)
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([], ()),
+        ([(3, 3)], ()),
+        ([(5, 9), (0, 2)], ((0, 2), (5, 9))),
+        ([(2, 4), (0, 2)], ((0, 4),)),
+        ([(0, 2), (3, 4)], ((0, 2), (3, 4))),
+        ([(0, 9), (2, 4), (8, 10)], ((0, 10),)),
+        ([(0, 2), (2, 2), (4, 4)], ((0, 2),)),
+    ],
+)
+def test_neighbouring_spans_are_one(spans: list[tuple[int, int]], expected: tuple[tuple[int, int], ...]) -> None:
+    assert units.joined(spans) == expected
+
+
+@pytest.mark.parametrize(("name", "stacked"), [("gptq-int4-g32-qwen3moe", False), ("mxfp4-gptoss", True)])
+def test_what_units_read_and_write(checkpoints: Path, name: str, stacked: bool) -> None:
+    """Down projections for w2, all others for w13; ranks of expert parallelism read their own experts alone."""
+    made = moeq.open(checkpoints / name)
+    layout = "mxfp4-identity/1" if stacked else "marlin-wna16/1"
+    whole = make_plan(made, {0: layout, 1: layout})
+    experts = made.experts(1)
+    for role in ("w13", "w2"):
+        (unit,) = (unit for unit in whole.units if unit.id == f"layer-1/{role}")
+        assert isinstance(unit, PackUnit)
+        entries = [
+            entry
+            for (projection, _), found in experts.layer.parts.items()
+            for entry in found.values()
+            if (projection == "down") == (role == "w2")
+        ]
+        assert unit.inputs == {entries[0].file: units.joined([(entry.start, entry.end) for entry in entries])}
+        assert (unit.layer, unit.role, unit.experts, unit.shards, unit.ranks) == (1, role, Range(0, 4), (0,), (0,))
+        form = whole.file(unit.file).form
+        tensors = whole.layer_of(unit).shards[0].matrices[role].tensors.values()
+        assert unit.outputs == units.joined([form.ranges[tensor] for tensor in tensors])
+        assert [(piece.tensor, piece.stop - piece.start) for piece in whole.pieces(unit)] == [
+            (tensor, (form.ranges[tensor][1] - form.ranges[tensor][0]) // 4) for _ in range(4) for tensor in tensors
+        ]
+        assert all(piece.whole == piece.stop - piece.start for piece in whole.pieces(unit))
+        some = units._stored_spans(experts, Range(1, 3), role)
+        assert sum(stop - start for spans in some.values() for start, stop in spans) * 2 == unit.bytes_in
+    down = experts.layer.parts["down", "blocks" if stacked else "qweight"]
+    (part, entry) = ("blocks", down[FUSED]) if stacked else ("qweight", down[2])
+    size = entry.nbytes // (4 if stacked else 1)
+    start = entry.start + (2 * size if stacked else 0)
+    assert units.place_of(entry, part, experts, 2) == (start, start + size)
+    assert units.signature_of(entry, part, fused=stacked) == PartSig(entry.dtype, entry.shape[stacked:])
+    if stacked:
+        shape = entry._replace(shape=(3,))
+        assert units.place_of(shape, "weight_shape", experts, 2) == (entry.start, entry.end)
+        assert units.signature_of(shape, "weight_shape", fused=True).shape == (3,)
+
+
+def entry_of(name: str, file: str, start: int, size: int) -> TensorEntry:
+    return TensorEntry(name, "U8", (size,), file, start, start + size)
+
+
+def test_copies_are_numbered_by_their_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit has tensors of one file, up to a size; a larger tensor is alone."""
+    monkeypatch.setattr(units, "COPY_UNIT_BYTES", 100)
+    entries = [entry_of("a", "x", 0, 60), entry_of("b", "x", 60, 40), entry_of("c", "x", 100, 1)]
+    entries += [entry_of("d", "y", 8, 300), entry_of("e", "y", 400, 2), entry_of("f", "x", 200, 5)]
+    form = file_form({entry.name: (entry.shape, "U8") for entry in entries}, {})
+    counts = {"y": 4}
+    found = list(units.copy_units({entry.name: entry for entry in entries}, "out", form, counts))
+    assert [(unit.id, [one.name for one in unit.tensors]) for unit in found] == [
+        ("copy/x/0", ["a", "b"]), ("copy/x/1", ["c"]), ("copy/y/5", ["d"]), ("copy/y/6", ["e"]), ("copy/x/2", ["f"]),
+    ]  # fmt: skip
+    assert counts == {"x": 2, "y": 6}
+    first = found[0]
+    assert (first.file, first.source_file, first.kind, first.what, first.padding_bytes) == (
+        "out",
+        "x",
+        "copies",
+        "copy",
+        0,
+    )
+    assert first.inputs == {"x": ((0, 100),)}
+    start = form.ranges["a"][0]
+    assert first.outputs == ((start, start + 100),)
+    assert [(one.source, one.output - start, one.size) for one in first.tensors] == [(0, 0, 60), (60, 60, 40)]
+    pieces = list(first.pieces(form, None))
+    assert [(piece.tensor, piece.start - start, piece.stop - start) for piece in pieces] == [
+        ("a", 0, 60),
+        ("b", 60, 100),
+    ]
