@@ -20,7 +20,8 @@ from typing import Any
 #: Purposes of kernels, first match counts. Matrix products beside the experts (attention's, the router's) have one
 #: name for all, so that they are one purpose.
 PURPOSES = {
-    "routing": r"route_few|route_quantised|count_pairs|place_pairs|topk|topK|moe_align|routing|sort|Sort|histogram",
+    "routing": r"choose_experts|route_few|route_quantised|count_pairs|place_pairs"
+    r"|topk|topK|moe_align|routing|sort|Sort|histogram",
     "experts": r"moe_gemm|few_gate_up|few_down|expert_layer|expert_product|w[48]a8_product|gather_rows|sum_rows"
     r"|sum_choices|quanti[sz]e_rows|[Mm]arlin|humming|fused_moe|matmul_ogs|_and_mul|moe_sum|swiglu|expand_input|finalize",
     "attention": r"flash|Flash|fmha|attention|reshape_and_cache|rotary|rope",

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from moeq_kernels.areas import ALIGNMENT
 from moeq_kernels.compiling import Warmed, compile_all, specialise
 from moeq_kernels.prepared import PreparedLayer
-from moeq_kernels.routing import Choosing, Router, check_bias, check_router, chosen_bytes, route
+from moeq_kernels.routing import MANY_TOKENS, Choosing, Router, check_bias, check_router, chosen_bytes, route
 from moeq_kernels.validate import require, shape_of
 
 
@@ -62,7 +62,8 @@ class RoutedLayer:
         problem, device = self.layer.problem, self.layer.device
         if problem.interpret or problem.gpu.backend != "cuda":
             return Warmed(0, 0, 0.0)
-        wanted = {specialise(one.launch(problem, 16)) for one in (self.choosing, self._masked)}
+        counts = (1, MANY_TOKENS)
+        wanted = {specialise(one.launch(problem, count)) for one in (self.choosing, self._masked) for count in counts}
         done = compile_all(wanted, problem.gpu)
         if device.type == "cuda":
             from moeq_kernels.cuda import load

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: torch.softmax(logits, dim=-1),
     "sigmoid": torch.sigmoid,
 }
+#: Number of tokens from which on a program chooses for several, and how many these are.
+MANY_TOKENS, MANY_BLOCK = 1024, 4
 #: Number of a group's best scores that are added.
 _GROUP_SCORES = {"max": 1, "top2": 2}
 
@@ -127,8 +129,9 @@ class Choosing:
             "padding": Area.of("padding", torch.uint8, tokens) if self.padding else None,
             "weights": Area.of("topk_weights", torch.float32, tokens, router.top_k),
             "ids": Area.of("topk_ids", torch.int32, tokens, router.top_k),
+            "tokens": tokens,
         }
-        constants = {
+        constants: dict[str, Any] = {
             "EXPERTS": experts,
             "GROUPS": router.num_groups,
             "KEPT": router.topk_groups,
@@ -141,8 +144,12 @@ class Choosing:
             "RENORMALIZE": router.renormalize,
             "FACTOR": float(router.scaling_factor),
         }
-        warps = 1 if experts <= 1024 else 4
-        return problem.launch("device.choosing:choose_experts", (tokens,), arguments, constants, num_warps=warps)
+        # A warp takes a token, if it has few experts; programs of one warp start fastest, as long as all fit at once.
+        block = MANY_BLOCK if tokens >= MANY_TOKENS and experts <= 1024 else 1
+        warps = block if experts <= 1024 else 4
+        programs = (-(-tokens // block),)
+        constants |= {"TOKENS": block}
+        return problem.launch("device.choosing:choose_experts", programs, arguments, constants, num_warps=warps)
 
 
 def chosen_bytes(tokens: int, top_k: int) -> int:

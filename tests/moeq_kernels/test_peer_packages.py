@@ -6,6 +6,7 @@ Each part is skipped where its package is not installed.
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,32 +62,7 @@ class TestFlashInfer:
         inspect.signature(moe.cutlass_fused_moe).bind(**flashinfer_cutlass.call(weights, inputs))
         size = inspect.signature(moe.core.cutlass_fused_moe_workspace_size)
         size.bind(3, 256, 128, 4, 2, x_dtype=torch.bfloat16, weight_dtype=torch.uint8, **kind.options)
-        assert "tuning_buckets" in inspect.signature(contender.flashinfer.autotune).parameters
-
-    @pytest.mark.parametrize("tokens", [3, 512, 16384])
-    def test_timed_calls_find_what_was_tuned(self, tokens: int, moe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A tactic is kept under the number of tokens that FlashInfer maps the call's to, at tuning and afterwards."""
-        from flashinfer import autotuner
-
-        utils = pytest.importorskip("flashinfer.fused_moe.utils")
-        spec = autotuner.DynamicTensorSpec(
-            (0,), (0,), utils.get_hybrid_num_tokens_buckets(8192), utils.make_hybrid_bucket_mapper(8192)
-        )
-        config = autotuner.TuningConfig(dynamic_tensor_specs=(spec,))
-        seen: list[tuple[bool, int]] = []
-
-        def fused(**given: Any) -> None:
-            tuner = autotuner.AutoTuner.get()
-            key = tuner.get_effective_map_to_tuning_buckets(config)(given["input"].shape[0])
-            seen.append((tuner.is_tuning_mode, key))
-
-        monkeypatch.setattr(moe, "cutlass_fused_moe", fused)
-        monkeypatch.setattr(moe.core, "cutlass_fused_moe_workspace_size", lambda *given, **more: 16)
-        contender = flashinfer_cutlass.Bf16()
-        weights = flashinfer_cutlass.Weights({}, 4, 2, 192, 128)
-        inputs = contender.inputs(weights, route(problem_of("mxfp4"), tokens, 0))
-        contender.run(weights, inputs)
-        assert seen == [(True, tokens), (False, tokens)]
+        assert "profile_ids" in inspect.signature(moe.cutlass_fused_moe).parameters
 
     def test_scales_are_folded_as_the_kernels_read_them(self, moe: Any) -> None:
         """[E, rows / 64, K / 128, 16, 16 bytes], which the extension checks (as int32: 4) for e4m3 activations."""
@@ -127,3 +103,44 @@ class TestVllmW4A8:
         inputs = vllm_cutlass.Inputs(route(problem, 3, 0), *[torch.empty(0)] * 3, None)
         given = vllm_cutlass.arguments(weights, inputs, torch.empty(0), torch.empty(0))
         call.bind(activation=None, **given, **vllm_cutlass.CutlassW4A8.constant)
+
+
+class Tuner:
+    """FlashInfer's tuner, which is told how many tactics both products have."""
+
+    def choose_one(self, name: str, runners: list[Any]) -> Any:
+        raise AssertionError("it chooses nothing")
+
+
+def test_flashinfer_runs_its_fastest_tactics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tactics 0 to 2 are the first product's, 3 to 6 the second's; one of each does not run these sizes."""
+    tuner, ran = Tuner(), list[Any]()
+    kernels = SimpleNamespace(get_gemm1_tactic_count=lambda: 3, get_gemm2_tactic_count=lambda: 4)
+
+    def fused(profile_ids: list[int] | None, **_given: Any) -> None:
+        if profile_ids is None:
+            tuner.choose_one("gemm1", [SimpleNamespace(fused_moe_runner=kernels)])
+            return
+        if {1, 3} & set(profile_ids):
+            raise RuntimeError("not for these sizes")
+        ran.append(tuple(profile_ids))
+
+    def event_us(call: Any) -> float:
+        call()
+        first, second = ran[-1]
+        return {0: 30.0, 2: 20.0}[first] + {4: 9.0, 5: 7.0, 6: 8.0}[second]
+
+    monkeypatch.setattr(flashinfer_cutlass, "event_us", event_us)
+    contender = object.__new__(flashinfer_cutlass.Bf16)
+    core = SimpleNamespace(cutlass_fused_moe_workspace_size=lambda *given, **more: 16)
+    contender.flashinfer = SimpleNamespace(
+        tuner=SimpleNamespace(get=lambda: tuner), moe=SimpleNamespace(cutlass_fused_moe=fused, core=core)
+    )
+    contender.tactics = {}
+    weights = flashinfer_cutlass.Weights({}, 4, 2, 192, 128)
+    for tokens in (3, 5, 3):
+        inputs = contender.inputs(weights, route(problem_of("mxfp4"), tokens, 0))
+        timed = len(ran)
+        contender.run(weights, inputs)
+        assert ran[timed:] == [(2, 5)]
+    assert sorted(contender.tactics) == [(4, 2, 192, 128, 3), (4, 2, 192, 128, 5)]

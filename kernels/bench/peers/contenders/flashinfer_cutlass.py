@@ -3,7 +3,8 @@
 Weights are prepared as vLLM 0.33.0 prepares them for its FLASHINFER_CUTLASS_MXFP4_BF16: up before gate, codes and
 scales in the order of FlashInfer's own functions, both sizes multiples of 128. e4m3 activations are
 `use_wfp4afp8_humming`, the only way of 0.7.2 on Hopper; it quantises rows itself. FlashInfer compiles the kernels with
-nvcc and ninja at their first use, unless its cache has them.
+nvcc and ninja at their first use, unless its cache has them. Every tactic is timed for every number of tokens, and the
+fastest one is taken, which is at least as fast as the choice of FlashInfer's own tuner.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from support import packing
@@ -20,6 +22,7 @@ from torch import Tensor
 from bench.peers.contenders import Contender, round_up, widened
 from bench.peers.problem import Codes, Problem
 from bench.shapes import Format
+from bench.timing import event_us
 
 #: Scale of gate in swiglu_oai, and the number that is added to up.
 OAI_ALPHA, OAI_BETA = 1.702, 1.0
@@ -37,6 +40,11 @@ class Weights:
     hidden: int
     intermediate: int
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes by which the fastest tactics are known."""
+        return self.experts, self.top_k, self.hidden, self.intermediate
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -48,17 +56,19 @@ class Inputs:
 
 
 class Bf16(Contender):
-    """`cutlass_fused_moe` with `use_w4_group_scaling`, its tactics tuned for the number of tokens beforehand."""
+    """`cutlass_fused_moe` with `use_w4_group_scaling`."""
 
     options: ClassVar[dict[str, bool]] = {"use_w4_group_scaling": True}
 
     def __init__(self) -> None:
         from importlib.metadata import version
 
-        from flashinfer import autotune, fused_moe
+        from flashinfer import fused_moe
+        from flashinfer.autotuner import AutoTuner
 
         self.versions = {"flashinfer-python": version("flashinfer-python")}
-        self.flashinfer = SimpleNamespace(autotune=autotune, moe=fused_moe)
+        self.flashinfer = SimpleNamespace(tuner=AutoTuner, moe=fused_moe)
+        self.tactics: dict[tuple[int, ...], list[int]] = {}  # of both products, by sizes and number of tokens
 
     def prepare(self, problem: Problem) -> Weights:
         shape = problem.shape
@@ -100,21 +110,40 @@ class Bf16(Contender):
         )
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
         inputs = Inputs(Routed(x, routed.weights, routed.ids), torch.empty_like(x), workspace)
-        self._run(weights, inputs, tune=True)
+        if (*weights.sizes, tokens) not in self.tactics:
+            self.tactics[*weights.sizes, tokens] = self._fastest(weights, inputs)
         return inputs
 
     def run(self, weights: Weights, inputs: Inputs) -> Tensor:
-        return self._run(weights, inputs, tune=False)
+        return self._run(weights, inputs, self.tactics[*weights.sizes, inputs.routed.x.shape[0]])
 
-    def _run(self, weights: Weights, inputs: Inputs, tune: bool) -> Tensor:
-        """Call the kernels, with tactics tuned for exactly this number of tokens.
-
-        A tactic is found again only under the bucket that it was tuned in. FlashInfer's own buckets end at 8192 tokens,
-        and a number beside them takes its first tactic, a slow one.
-        """
-        with self.flashinfer.autotune(tune, tuning_buckets=(inputs.routed.x.shape[0],)):
-            self.flashinfer.moe.cutlass_fused_moe(**call(weights, inputs))
+    def _run(self, weights: Weights, inputs: Inputs, tactics: list[int] | None) -> Tensor:
+        self.flashinfer.moe.cutlass_fused_moe(**call(weights, inputs), profile_ids=tactics)
         return inputs.output
+
+    def _fastest(self, weights: Weights, inputs: Inputs) -> list[int]:
+        """Time all tactics of the second product, then those of the first."""
+        counts: list[int] = []
+
+        def note(name: str, runners: list[Any], *_given: Any, **_named: Any) -> tuple[Any, int]:
+            kernels = runners[0].fused_moe_runner  # only the tuner is told how many tactics there are
+            counts[:] = kernels.get_gemm1_tactic_count(), kernels.get_gemm2_tactic_count()
+            return runners[0], -1
+
+        with mock.patch.object(self.flashinfer.tuner.get(), "choose_one", note):
+            self._run(weights, inputs, None)
+        first, second = counts
+        chosen = [0, first]
+        for product, tactics in ((1, range(first, first + second)), (0, range(first))):
+            times: dict[int, float] = {}
+            for tactic in tactics:
+                chosen[product] = tactic
+                try:
+                    times[tactic] = min(event_us(lambda: self._run(weights, inputs, chosen)) for _ in range(3))
+                except RuntimeError:  # not for these sizes
+                    continue
+            chosen[product] = min(times, key=times.__getitem__)
+        return chosen
 
 
 class Fp8(Bf16):

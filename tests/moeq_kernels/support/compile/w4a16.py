@@ -196,6 +196,7 @@ def compile_routing() -> dict[str, Any]:
                 "SIGMOID": True,
                 "RENORMALIZE": True,
                 "FACTOR": 2.5,
+                "TOKENS": 1,
             },
         ),
     }
