@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from attacks.running import moeq_command
+from refusing import refuses
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.pipeline.convert import convert
 from moeq.pipeline.finalize import finalize
+from moeq.pipeline.state.signature import Signer
 
 minisign = pytest.importorskip("minisign")
 
@@ -140,3 +143,10 @@ def test_a_finished_conversion_is_signed_later(keys, checkpoints, tmp_path) -> N
             (out / "moeq.json").read_bytes(), minisign.Signature.from_file(path)
         )
         path.unlink()
+
+
+def test_signing_without_the_package(keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "minisign", None)
+    for key in keys:
+        with refuses("environment.no-minisign", "signatures need the package py-minisign", "pip install py-minisign"):
+            Signer(key)

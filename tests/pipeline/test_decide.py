@@ -15,6 +15,7 @@ from moeq.layouts.registry import layout_class
 from moeq.pipeline.plan.decide import _part, answer, convertible_problem, refusal, without_loss
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 from moeq.pipeline.plan.options import ConvertOptions, Question
+from moeq.schemes.registry import get_format
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 NAME = "gptq-int4-g32-qwen3moe"
@@ -144,3 +145,11 @@ def test_decisions_raise_only_where_a_backend_is_named(checkpoints: Path) -> Non
     assert not moeq.decide(made, gpu="H100").ok
     with pytest.raises(MoeqError):
         moeq.decide(made, gpu="H100", backend="marlin")
+
+
+def test_a_layer_whose_format_no_layout_holds(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = moeq.open(checkpoints / NAME)
+    monkeypatch.setattr(type(get_format("gptq")), "refusal_of", lambda self, scheme: "it is odd")
+    found = answer(made, Question(A100))
+    assert found.error is not None
+    assert (found.error.code, found.error.message) == ("answer.not-convertible", "gptq int4 g32 sym: it is odd")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.builder import config, experts, gptq, quantization, router, write
 from pipeline.mixing import rewritten
 
 import moeq
@@ -107,3 +108,33 @@ def test_layouts_that_moeqs_kernels_read(checkpoints: Path, name: str, gpu: str,
     where = Deployment(gpu=parse_gpu(gpu))
     assert _own_kernel(made, where, 0, None, layout) is own
     assert _own_kernel(made, where, 0, made.scheme_of(0), layout) is own
+
+
+@pytest.mark.parametrize(
+    ("attention", "rank", "read"),
+    [("gptq", None, True), ("gptq", 512, False), (None, 512, True)],
+)
+def test_projections_that_sglang_joins(tmp_path: Path, attention: str | None, rank: int | None, read: bool) -> None:
+    """With a low rank of queries SGLang makes one matrix of two, which it can of few formats."""
+    tensors = {**router(), **experts()}
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj") if attention else ():
+        tensors |= {f"model.layers.0.self_attn.{name}.{part}": one for part, one in gptq(64, 64).items()}
+    document = config(q_lora_rank=rank, num_attention_heads=2, architectures=["DeepseekV3ForCausalLM"])
+    made = moeq.open(write(tmp_path, tensors, document | {"model_type": "deepseek_v3"}))
+    assert _sglang(made, Deployment(gpu=parse_gpu("A100")), 0) is read
+
+
+@pytest.mark.parametrize(
+    ("change", "read"),
+    [
+        ({}, True),
+        ({"architectures": ["UnheardOf"]}, False),
+        ({"model_type": "unheard_of"}, False),
+        ({"quantization_config": quantization(bits=8)}, True),
+        ({"quantization_config": quantization(sym=False)}, False),
+    ],
+)
+def test_models_that_sglang_takes(tmp_path: Path, change: dict[str, Any], read: bool) -> None:
+    tensors = {**router(), **experts(bits=change.get("quantization_config", {}).get("bits", 4))}
+    made = moeq.open(write(tmp_path, tensors, config(**change)))
+    assert _sglang(made, Deployment(gpu=parse_gpu("A100")), 0) is read

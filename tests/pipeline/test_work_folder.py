@@ -11,6 +11,7 @@ import pytest
 
 from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.manifest import TensorDigest
+from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
 from moeq.pipeline.state import folder as folder_module
 from moeq.pipeline.state.folder import OLD_SUFFIX, WorkFolder, partial_of
@@ -297,3 +298,27 @@ def test_names_are_on_disk_before_and_after_a_publication(tmp_path: Path, monkey
         "sync above",
         f"remove out.moeq-partial.{journal}",
     ]
+
+
+def test_a_folder_that_is_published_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is made, and no descriptor is left open."""
+    before, lock, taken = len(os.listdir("/proc/self/fd")), folder_module.require_lock, list[Path]()
+
+    def late(fd: int, where: Path, **given: bool) -> None:
+        lock(fd, where, **given)
+        if not taken:
+            taken.append(where.rename(tmp_path / "elsewhere"))
+
+    monkeypatch.setattr(folder_module, "require_lock", late)
+    with OutputFolder(tmp_path) as parent:
+        found = folder_module._locked(parent, "work")
+        assert os.fstat(found.fd).st_ino == (tmp_path / "work").stat().st_ino
+        assert os.fstat(found.fd).st_ino != taken[0].stat().st_ino
+        found.close()
+
+        def refused(fd: int, where: Path, **given: bool) -> None:
+            raise MoeqError("usage.running", "x")
+
+        monkeypatch.setattr(folder_module, "require_lock", refused)
+        assert refusal(folder_module._locked, parent, "work") == ("usage.running", "x")
+    assert len(os.listdir("/proc/self/fd")) == before
