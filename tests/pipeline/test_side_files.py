@@ -121,3 +121,77 @@ def test_they_are_those_that_python_writes(protocol: int, tmp_path: Path) -> Non
     (tmp_path / "file").write_bytes(pickle.dumps({"a": 1}, protocol))
     source: Any = SimpleNamespace(open=lambda name: os.open(tmp_path / name, os.O_RDONLY))
     assert side_files._is_pickle(source, "file")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("a.safetensors", "missing"),
+        ("a.bin", "missing"),
+        ("a.bin.index.json", "missing"),
+        ("a.pt", "missing"),
+        ("a.pth", "missing"),
+        ("a.gguf", "missing"),
+        ("README.md", "kept and written"),
+        ("README.source.md", "kept and written"),
+        ("moeq-restore.data", "kept"),
+        ("a.PY", "code"),
+        ("a.so", "code"),
+        ("a.joblib", "code"),
+        ("a.ckpt", "code"),
+        ("a.txt", "written"),
+        ("notes.jsonl", "written"),
+    ],
+)
+def test_kinds_of_files(source: Path, name: str, kind: str) -> None:
+    for path in source.glob("*.safetensors.index.json"):
+        path.unlink()
+    (source / name).write_bytes(b"{}")
+    plan = plan_side_files(LocalSource(source, ""), no_code=False)
+    bare = plan_side_files(LocalSource(source, ""), no_code=True)
+    assert (name in plan.missing) == (kind == "missing")
+    assert (name in plan.kept) == kind.startswith("kept")
+    assert (name in plan.sizes) == (kind in ("written", "kept and written", "code"))
+    assert (name in plan.code) == (name in bare.code) == (kind == "code")
+    assert (name in bare.missing) == (kind in ("missing", "code"))
+    assert plan.sizes.get(name, 2) == 2
+    assert plan.stripped == bare.stripped == ()
+
+
+def test_the_largest_files(source: Path) -> None:
+    """A file beside the weights, and one that is kept for the way back."""
+    with (source / "notes.dat").open("wb") as file:
+        file.truncate(side_files.MAX_SIDE_BYTES)
+    assert plan_side_files(LocalSource(source, ""), no_code=False).sizes["notes.dat"] == 1 << 30
+    limit = side_files.limit_of("README.md")
+    assert limit == side_files.limit_of("config.json") < side_files.limit_of("x.safetensors.index.json")
+    with (source / "README.md").open("wb") as file:
+        file.truncate(limit)
+    assert plan_side_files(LocalSource(source, ""), no_code=False).sizes["README.md"] == limit
+    with (source / "README.md").open("wb") as file:
+        file.truncate(limit + 1)
+    with pytest.raises(MoeqError) as caught:
+        plan_side_files(LocalSource(source, ""), no_code=False)
+    assert (caught.value.code, caught.value.hint) == (
+        "source.too-large", "move it out of the folder if it is not part of the model",
+    )  # fmt: skip
+    assert f"README.md has {limit + 1:,} bytes, but the limit for a file beside the weights is {limit:,}" in str(
+        caught.value
+    )
+
+
+def test_a_config_that_names_code_is_written_all_the_same(source: Path) -> None:
+    """`config.json` is written anew in any case; others are stripped, and kept for the way back."""
+    for name in ("config.json", "processor_config.json"):
+        path = source / name
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**before, "auto_map": {"A": "modeling.A"}}))
+    plan = plan_side_files(LocalSource(source, ""), no_code=True)
+    assert set(plan.code) == {"config.json", "processor_config.json"}
+    assert plan.stripped == ("processor_config.json",)
+    assert {"config.json", "processor_config.json"} <= set(plan.kept)
+    assert side_files.stripped_file(LocalSource(source, ""), "processor_config.json") == b"{}\n"
+    kept = plan_side_files(LocalSource(source, ""), no_code=False)
+    assert kept.stripped == ()
+    assert "processor_config.json" in kept.sizes
+    assert "processor_config.json" not in kept.kept
