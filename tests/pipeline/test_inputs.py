@@ -286,3 +286,20 @@ def test_the_page_cache_is_asked_for_each_range(monkeypatch: pytest.MonkeyPatch)
     assert inputs._cached_share(7, [(0, page)]) is None
     monkeypatch.setattr(inputs.sys, "platform", "darwin")
     assert inputs._cached_share(7, [(0, page)]) is None
+
+
+def test_where_reads_lie_in_memory() -> None:
+    """Blocks of 4,096 bytes of every run, one after the other; each item begins with the first byte of its memory."""
+    places = [("a", 100, 108), ("a", 108, 120), ("b", 4096, 4100), ("a", 5000, 5008), ("b", 8200, 20_000), ("a", 3, 5)]
+    first, second = inputs.plan_reads(places, [3, 3])
+    assert list(first.runs) == [("a", 100, 120, 0, 4096), ("b", 4096, 4100, 4096, 8192)]
+    assert first.offsets.tolist() == [0, 8, 4096]
+    assert first.sizes.tolist() == [8, 12, 4]
+    assert list(second.runs) == [("a", 3, 5, 0, 4096), ("a", 5000, 5008, 4096, 8192), ("b", 8200, 20_000, 8192, 20_480)]
+    assert second.offsets.tolist() == [4096 + 5000 - 4096, 8192 + 8, 0]
+    assert second.sizes.tolist() == [8, 11_800, 2]
+
+
+@pytest.mark.parametrize(("start", "stop", "nbytes"), [(0, 1, 4096), (0, 4096, 4096), (4095, 4097, 8192), (5, 5, 4096)])
+def test_blocks_that_bytes_touch(start: int, stop: int, nbytes: int) -> None:
+    assert inputs.blocks_of(start, stop) == nbytes

@@ -227,3 +227,17 @@ def test_groups_that_ranks_would_cut(
     found = list(loading(tp, **shapes)._cut_groups(OUT, "l.", grouped=grouped))
     text = f"l.o_proj has {said} groups of input features, which tp {tp} would cut"
     assert found == ([] if said is None else [(text, "a tp that divides the groups")])
+
+
+def test_one_module_is_not_made_of_two_kinds(tmp_path: Path) -> None:
+    """The config may say of each part what is stored, and the engine makes one module of them all the same."""
+    path = f"{ROUTER.partition('.mlp')[0]}.self_attn.k_proj"
+    fp8, half = stored.fp8_block(256, 256), {"weight": (torch.bfloat16, (256, 256))}
+    table = {**FP8, "ignored_layers": [ROUTER, path]}
+    found = refusal(tmp_path / "one", table, {}, more=attention(q=fp8, k=half, v=fp8, o=fp8))
+    assert "of q_proj, k_proj, v_proj some are quantised, and the engine makes one module of them" in found
+    assert "the config lists some" not in found
+    alike = refusal(
+        tmp_path / "two", {**FP8, "ignored_layers": [ROUTER]}, {}, more=attention(**dict.fromkeys("qkvo", fp8))
+    )
+    assert "one module of them" not in alike

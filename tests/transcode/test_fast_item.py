@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moeq.checkpoint.names import StoredName
+from moeq.checkpoint.names import FUSED, StoredName
+from moeq.layouts import words
 from moeq.matrix import MatrixSpec
+from moeq.model import open as open_checkpoint
 
 pytest.importorskip("numba")
 
@@ -21,10 +24,12 @@ from moeq.layouts.loops.native import NotCachedError
 from moeq.pipeline.pack.fast.path import FilledMatrix, ProjectionReader, ReadMatrix
 from moeq.pipeline.pack.fast.scratch import Region
 from moeq.transcode.fast_item import CachedItem, FastItem, build_fast_item
+from moeq.transcode.find_fast_item import FastPaths
 from moeq.transcode.recode_fields import Matrices, NumberRecoder, Recoder
 from moeq.transcode.spellings import SPELLINGS
 from moeq.transcode.stored_matrices import StoredBlocks, StoredFloats
-from moeq.transcode.transcode_plan import WrittenProjection
+from moeq.transcode.survey import TranscodeRequest
+from moeq.transcode.transcode_plan import ExpertItem, WrittenProjection, make_transcode_plan
 
 #: Gate and up: 2 rows of 8 float32 numbers each, with a bias.
 SPEC = MatrixSpec("w2", 2, 8, "f32", 8, "f32", bias_dtype="f32", gated=False)
@@ -197,3 +202,44 @@ def test_floats_that_are_stored_transposed(dtype: str) -> None:
     assert found is not None
     assert np.array_equal(found["values"], bits)
     assert np.shares_memory(found["values"], rows)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "cached", "kind"),
+    [(0, 0, FastItem), (1 << 60, 0, CachedItem), (1 << 60, 1 << 60, None), (0, 1 << 60, FastItem)],
+)
+def test_small_items_take_loops_of_the_cache_alone(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, compiled: int, cached: int, kind: type | None
+) -> None:
+    monkeypatch.setattr(words, "COMPILED_FROM", compiled)
+    monkeypatch.setattr(words, "CACHED_FROM", cached)
+    made = open_checkpoint(checkpoints / "gptq-int4-g32-qwen3moe")
+    plan = make_transcode_plan(made, TranscodeRequest("src", "compressed-tensors"))
+    form = plan.files[-1].form
+    paths = FastPaths(made, plan, form)
+    layer = plan.survey.layers[-1].layer
+    found = paths.find(ExpertItem(layer, 1, "w2"))
+    assert (found and type(found)) == kind
+    assert paths.find(ExpertItem(layer, 2, "w2")) is found, "alike experts share a path"
+    assert kind is None or paths.find(ExpertItem(layer, 1, "w13")) is not found
+    if isinstance(found, CachedItem):
+        found.missing = True
+        assert paths.find(ExpertItem(layer, 1, "w2")) is None
+
+
+def test_places_of_an_item(checkpoints: Path) -> None:
+    made = open_checkpoint(checkpoints / "gptq-int4-g32-qwen3moe")
+    plan = make_transcode_plan(made, TranscodeRequest("src", "compressed-tensors"))
+    paths = FastPaths(made, plan, plan.files[-1].form)
+    parts = made.experts(1).layer.parts
+    for name, part in (("down", "qweight"), ("gate", "scales")):
+        entry = parts[name, part][2]  # type: ignore[index]
+        role = "w2" if name == "down" else "w13"
+        found = paths.places(ExpertItem(1, 2, role), [(name, part)])  # type: ignore[arg-type,list-item]
+        assert found == [(entry.file, entry.start, entry.end)]
+    stacked = open_checkpoint(checkpoints / "mxfp4-gptoss")
+    other = make_transcode_plan(stacked, TranscodeRequest("src", "compressed-tensors"))
+    entry = stacked.experts(1).layer.parts["gate_up", "blocks"][FUSED]
+    size = entry.nbytes // 4
+    places = FastPaths(stacked, other, other.files[-1].form).places(ExpertItem(1, 3, "w13"), [("up", "blocks")])
+    assert places == [(entry.file, entry.start + 3 * size, entry.end)]

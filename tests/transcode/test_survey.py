@@ -64,7 +64,15 @@ def test_columns_in_activation_order_have_no_smaller_groups() -> None:
 
 @pytest.mark.parametrize(
     ("k", "group", "declared", "expected"),
-    [(256, 128, 128, 128), (192, 128, -1, -1), (64, 64, 128, 64), (192, 128, 128, "1.5"), (40, 16, 16, "2.5")],
+    [
+        (256, 128, 128, 128),
+        (192, 128, -1, -1),
+        (64, 64, 128, 64),
+        (192, 128, 128, "1.5"),
+        (40, 16, 16, "2.5"),
+        (96, 64, 64, "1.5"),
+        (48, 32, 32, "1.5"),
+    ],
 )
 def test_readers_of_compressed_tensors_take_whole_groups(k: int, group: int, declared: int, expected: Any) -> None:
     """A projection narrower than a group is one group of its own size."""
@@ -73,7 +81,7 @@ def test_readers_of_compressed_tensors_take_whole_groups(k: int, group: int, dec
         return
     with pytest.raises(MoeqError, match=f"down: K={k} is {expected} groups of {group}, and readers") as caught:
         _whole_groups(spec(k, group), declared, "down")
-    assert caught.value.hint == {192: "regroup=64", 40: "regroup=8"}[k]
+    assert caught.value.hint == {192: "regroup=64", 40: "regroup=8", 96: "regroup=32", 48: "regroup=16"}[k]
 
 
 def test_a_number_of_columns_without_common_groups() -> None:
