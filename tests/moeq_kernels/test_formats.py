@@ -10,7 +10,7 @@ from support.cases import PARTS, Recipe, make_layer, route
 from support.comparison import compare
 from support.reference import moe, relative_error
 
-from moeq_kernels import KernelArgumentError, KernelUnsupportedError, expert_products, fused_moe
+from moeq_kernels import KernelArgumentError, KernelUnsupportedError, expert_products, fused_moe, portable
 from moeq_kernels.activations import GATED, UNGATED
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.records import W13Order
@@ -215,3 +215,31 @@ COMBINATIONS += [(name, "ungated") for name in UNGATED]
 def test_activations(activation: str, order: W13Order, layout: str, device: torch.device) -> None:
     numbers = {"limit": 2.0 if order != "ungated" else None, "alpha": 1.5 if activation == "situ" else None}
     check(Recipe(layout, order=order, activation=activation, bias=True, intermediate=128, **numbers), device)
+
+
+@pytest.mark.parametrize(
+    ("layout", "element", "group_size"),
+    [
+        ("marlin-wna16/1", "int8", 64),
+        ("moeq-wna16/1", "int3", 64),
+        ("triton-wna16/1", "int4", 32),
+        ("triton-kernels-hopper/1", "e2m1", 32),
+        ("moeq-mxfp4/1", "e2m1", 32),
+        ("fp8-block-identity/1", "e4m3", 128),
+        ("nvfp4-identity/1", "e2m1", 16),
+    ],
+)
+def test_products_of_several_steps_and_tiles(
+    layout: str, element: str, group_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of k and blocks of columns after the first begin where they should in words, scales and zero points."""
+    monkeypatch.setattr(portable, "choose_blocks", lambda *_given, **_named: Blocks(16, 64, 128))
+    zeros = layout == "triton-wna16/1"
+    recipe = Recipe(layout, element, experts=2, hidden=384, intermediate=64, group_size=group_size, zero_points=zeros)
+    packed, layer = make_layer(recipe, device)
+    routed = route(3, recipe.hidden, recipe.experts, 1, device=device)
+    found = expert_products(routed.x, packed.w13, routed.ids)
+    exact = torch.stack(
+        [layer.w13[one] @ x for one, x in zip(routed.ids[:, 0].tolist(), routed.x.float(), strict=True)]
+    )
+    assert relative_error(found, exact) < 4e-3

@@ -21,6 +21,7 @@ from support.reference import moe, relative_error
 from moeq_kernels import interpreter
 from moeq_kernels.device import gemm, routing
 from moeq_kernels.hopper.w4a8.w4a8_launches import W4a8Plan, W4a8Wide
+from moeq_kernels.hopper.w4a16 import product_launches
 from moeq_kernels.hopper.w4a16.w4a16_plan import Direct, Narrow, Plan, Queue, Wide
 from moeq_kernels.hopper.w8a8.device import rows
 from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Direct, Int8Narrow, Int8Plan, Int8Wide
@@ -36,6 +37,9 @@ ZEROS = replace(INT4, zero_points=True, bias=True, group_size=32)
 AFTER = replace(INT4, zero_points=True, bias=True)
 NVFP4 = Recipe("marlin-nvfp4/1", "e2m1", bias=True, **SIZES)
 MXFP4 = Recipe("marlin-mxfp4/1", "e2m1", **SIZES)
+CHANNELS = replace(INT4, group_size=-1, bias=True)
+MXFP8 = Recipe("marlin-mxfp8/1", "e4m3", group_size=32, **SIZES)
+HALF = Recipe("marlin-fp8-fp16/1", "e4m3", group_size=-1, bias=True, dtype=torch.float16, **SIZES)
 INT3 = Recipe("moeq-wna16/1", "int3", group_size=64, **SIZES)
 INT8 = Recipe("int8-w8a8/1", "int8", **SIZES)
 BLOCKS = Recipe("fp8-block-identity/1", "e4m3", group_size=128, activation_dtype="fp8", **SIZES)
@@ -43,13 +47,16 @@ ROWS = Recipe("fp8-identity/1", "e4m3", group_size=-1, activation_dtype="fp8", *
 
 #: Family, layer, plan, and rows of each expert: full tiles, one row more, few. Kernels come round to their first stage.
 CASES: dict[str, tuple[str, Recipe, Any, tuple[int, ...]]] = {
-    "queue, two heights": ("hopper-w4a16", AFTER, Plan(Queue(16, 2, 1, True, rows=32, least=8)), (17, 8, 2)),
+    "queue, shares and two heights": ("hopper-w4a16", AFTER, Plan(Queue(16, 2, 1, True, rows=32, least=8)), (17, 8, 2)),
     "queue, bundles": ("hopper-w4a16", replace(INT4, hidden=768), Plan(Queue(8, 2, 1)), (8, 2, 0)),
     "queue, boxes": ("hopper-w4a16", replace(NVFP4, **OAI), Plan(Queue(64, 2, 1, step=64, least=32)), (48, 16, 1)),
     "queue, third bits": ("hopper-w4a16", INT3, Plan(Queue(8, 2, 1, step=64)), (3, 0, 1)),
     "narrow, shares": ("hopper-w4a16", ZEROS, Plan(Narrow(8, 2, False, 1, step=64), 2, 2), (8, 2, 0)),
+    "narrow, channels": ("hopper-w4a16", CHANNELS, Plan(Narrow(8, 2, True, 1, step=64), 3, 1), (3, 1, 0)),
+    "narrow, mxfp8": ("hopper-w4a16", MXFP8, Plan(Narrow(8, 2, False, 1, step=64), 1, 2), (0, 2, 1)),
     "narrow": ("hopper-w4a16", replace(MXFP4, **OAI), Plan(Narrow(16, 2, False, 1, 128)), (0, 16, 1)),
     "direct, shares": ("hopper-w4a16", ZEROS, Plan(Direct(2, False, 64), 2, 2), (3, 0, 1)),
+    "direct, float16": ("hopper-w4a16", HALF, Plan(Direct(2, False, 64), 1, 2), (1, 0, 1)),
     "direct": ("hopper-w4a16", replace(INT4, **OAI), Plan(Direct(2, True, 64)), (1, 2, 0)),
     "wide, four warpgroups": ("hopper-w4a16", ZEROS, Plan(Wide(32, 2, 4, 120), 1, 2), (33, 2, 0)),
     "wide, fine": ("hopper-w4a16", replace(MXFP4, experts=2), Plan(Wide(96, 2, 2, 232, fine=True)), (64, 97)),
@@ -74,15 +81,18 @@ def chosen(rows: tuple[int, ...], expert_map: torch.Tensor) -> torch.Tensor:
 
 
 class Seen(Recorder):
-    """Records hand-overs, and which programs have waited for the kernel before."""
+    """Records hand-overs, programs that have waited for the kernel before, and warps that order copies of results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waited: set[int] = set()
+        self.published: set[int | None] = set()
 
     def __call__(self, partition: int | None, what: str, shared: Any, bar: Any, number: int) -> None:
         if what == "grids":
             self.waited.add(len(self.programs))
+        elif what == "global fence":
+            self.published.add(partition)
         else:
             super().__call__(partition, what, shared, bar, number)
 
@@ -101,6 +111,8 @@ def test_results_and_hand_overs(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     epilogue = epilogue_of(packed, recipe.activation, recipe.alpha, None, recipe.limit, False)
     made = prepare_for(routed.x, packed, 2, tokens, epilogue, known, family=family)
     problem = replace(made.problem, gpu=replace(made.problem.gpu, multiprocessors=1), dependent=True)
+    for product in ("UP", "DOWN"):  # shares of the queue kernel that are as short as can be
+        monkeypatch.setattr(product_launches, f"MIN_{product}_STEPS", 1)
     planned = schedule(family, problem, tokens, plan)
     y = torch.empty_like(routed.x)
     roots = {"x": routed.x, "topk_weights": routed.weights, "topk_ids": ids, "out": y, "expert_map": expert_map}
@@ -125,3 +137,5 @@ def test_results_and_hand_overs(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert relative_error(y, truth) <= 1.2 * relative_error(rounded, truth)
     assert [problem for trace in seen.traces() for problem in Order(trace).problems] == []
     assert seen.waited >= {number for number, events in enumerate(seen.programs, 1) if any(events.values())}
+    if isinstance(plan, Plan) and isinstance(plan.kernel, Queue):
+        assert seen.published == {0, 1}, "the warp that stores what others copy, and the one that copies it"

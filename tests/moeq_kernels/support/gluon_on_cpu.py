@@ -178,6 +178,10 @@ class Language:
         self, text: str, constraints: str, given: Any, dtypes: Any, pure: bool, pack: int
     ) -> Any:
         """Run a PTX text; of the two that take an address, one adds 1 there and the other reads."""
+        acts = any(word in text for word in ("atom.", "ld.acquire", "fence.", "shfl."))
+        assert not (pure and acts), "the compiler may leave out or merge a text that is said to be pure"
+        if "fence.proxy.async.global" in text:
+            seen("global fence")
         if given and isinstance(given[0], Pointer):
             return self.atomic_add(given[0], 1, "relaxed") if "atom." in text else given[0].load()
         return inline_asm(text, constraints, tuple(given), dtypes, pure, pack)

@@ -70,7 +70,7 @@ def run(
     return y, truth, moe(routed.x, layer, routed.weights, ids, dtype=recipe.dtype)
 
 
-@pytest.mark.cover(every=15)
+@pytest.mark.slow  # `test_small_layers.py` shows every kernel
 @pytest.mark.parametrize(
     ("recipe", "kernel", "shares"),
     [
@@ -127,7 +127,7 @@ def test_a_ring_of_few_stages_is_filled_again(recipe: Recipe) -> None:
         assert relative_error(y, truth) <= 1.2 * relative_error(rounded, truth)
 
 
-@pytest.mark.cover(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [QUEUE32, QUEUE64])
 @pytest.mark.parametrize("tokens", [40, 70, 130])  # 27, 47, 87 for an expert on average
 def test_tiles_are_multiplied_at_several_heights(kernel: Queue, tokens: int) -> None:

@@ -43,7 +43,7 @@ def planned(
     return problem, schedule(family, problem, tokens, plan)
 
 
-@pytest.mark.cover(every=8)
+@pytest.mark.slow  # `test_small_layers.py` shows every kernel
 @pytest.mark.parametrize(
     ("recipe", "tokens", "plan"),
     [

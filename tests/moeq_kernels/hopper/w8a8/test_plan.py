@@ -68,6 +68,10 @@ def test_few_pairs_of_int8_may_stay_unsorted() -> None:
         (24, 128, 2048, 768, True),
         (64, 256, 3072, 384, True),
         (256, 512, 3072, 384, False),  # too many pairs
+        (128, 512, 3072, 384, True),
+        (129, 512, 3072, 384, False),
+        (24, 439, 1152, 4096, True),
+        (24, 439, 1152, 4097, False),
         (24, 439, 1152, 6144, False),  # too many features for all programs to quantise
         (24, 8, 1024, 256, False),  # three pairs of each expert
     ):
