@@ -10,6 +10,7 @@ from documents import raised
 
 from moeq.cli.app import run
 from moeq.cli.explanations import error_codes, everything, explain
+from moeq.errors import EXIT_CODES
 
 #: Codes by their messages; reading all of the code takes seconds, so collecting tests does not.
 codes = cache(raised.raised)
@@ -22,6 +23,14 @@ def spelled_out() -> list[str]:
 def test_every_code_that_is_raised_has_a_text() -> None:
     assert len(spelled_out()) > 150
     assert [code for code in spelled_out() if code not in error_codes()] == [], "add it to moeq/cli/error_codes.toml"
+
+
+def test_every_error_that_is_made_is_of_a_known_kind() -> None:
+    """Another kind has no exit code, and making the error would fail."""
+    paths = [path for package in raised.PACKAGES for path in package.rglob("*.py")]
+    kinds = [kind for path in paths for kind in re.findall(r'MoeqError\(\s*f?"([^".]*)', path.read_text("utf-8"))]
+    assert len(kinds) > 300
+    assert set(kinds) <= set(EXIT_CODES)
 
 
 def test_every_text_is_of_a_code_that_is_raised() -> None:

@@ -156,8 +156,9 @@ def _fill(made: Any, stored: Any, name: str) -> None:
     data = made.storage.data
     if data.numel() != stored.numel():
         raise MoeqError(
-            "internal.triton-kernels",
+            "environment.engine-version",
             f"{name} holds {stored.numel()} bytes, and triton_kernels makes {data.numel()} of it ({tuple(data.shape)})",
+            "install the triton_kernels that this vLLM names, or let moeq's kernels run the experts",
         )
     made.storage.data = stored.view(-1).as_strided(data.shape, data.stride())
 
