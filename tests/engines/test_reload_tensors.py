@@ -12,6 +12,7 @@ from engines.test_reload import NAME, Served, bytes_of, folders, given, stacked
 from load.deployments import convert
 
 from moeq.checkpoint.manifest import STACKED_ROLES
+from moeq.engines import reload as reload_module
 from moeq.engines.experts_source import open_experts
 from moeq.engines.reload import ExpertReload, divert
 from moeq.errors import MoeqError
@@ -101,6 +102,25 @@ def test_a_folder_that_is_packed_otherwise(layout, said, folders, checkpoints: P
     error = refused(Served.layers(folders[0]), other, dict(stacked(folders[0])).items(), from_path=True)
     assert f"is packed in {said}, but the served experts are packed in marlin-wna16/1" in error.message
     assert error.message.startswith("layer 0 of ")
+
+
+def test_a_layer_that_is_new_as_a_whole_is_called_so(folders, monkeypatch) -> None:
+    """Also if an update ends before the first expert of the next one."""
+    tensors = given(folders)
+    name = "model.layers.1.mlp.experts.0.gate_proj.weight_scale"
+    bad = {name: torch.full_like(tensors[name], float("nan"))}
+    with pytest.raises(MoeqError, match="; new weights are in layer 0, old ones in all other experts; the same"):
+        reloading(Served.layers(folders[0]), folders[0], (tensors | bad).items())
+    refill = reload_module.refill_experts
+
+    def ends(folder: Any, entry: Any, *more: Any) -> Any:
+        if entry.layer == 1:
+            raise MoeqError("source.io", "Input/output error")
+        return refill(folder, entry, *more)
+
+    monkeypatch.setattr(reload_module, "refill_experts", ends)
+    with pytest.raises(MoeqError, match="error; new weights are in layer 0, old ones in all other experts; the same"):
+        reloading(Served.layers(folders[0]), folders[1], dict(stacked(folders[1])).items())
 
 
 def test_scales_that_were_folded_stay(folders) -> None:
