@@ -11,8 +11,11 @@ from support.comparison import FACTOR, random_map
 from support.reference import Layer, moe, relative_error
 
 from moeq_kernels import fused_moe
+from moeq_kernels.areas import Area
+from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError
-from moeq_kernels.lora import LoraExperts, LoraMatrix, fused_moe_lora
+from moeq_kernels.launch import run_with_triton
+from moeq_kernels.lora import LoraExperts, LoraMatrix, activation_launch, fused_moe_lora
 
 RECIPE = Recipe(hidden=128, intermediate=64, bias=True)
 
@@ -141,6 +144,38 @@ def test_experts_of_other_ranks_contribute_nothing(device: torch.device) -> None
     without = (local < 0).all(1)
     assert not without.any() or (y[without] == 0).all()
     assert fused_moe(routed.x, packed, routed.weights, local).shape == y.shape
+
+
+@pytest.mark.parametrize("order", ["gate-up", "interleaved", "ungated"])
+def test_addends_join_the_sums_of_their_columns(order: str, device: torch.device) -> None:
+    """Rows of sums and addends have orders of their own, -1 is a row of zeros, and addends end before columns do."""
+    columns, more, width = 11, 8, 16
+    generator = torch.Generator(device=device).manual_seed(3)
+    sums, gate, up = (
+        torch.randn(rows, size, generator=generator, device=device)
+        for rows, size in ((5, columns * (1 if order == "ungated" else 2)), (4, width), (3, width))
+    )
+    places = {"sums": [4, -1, 0, 2, 3], "gate": [3, 1, -1, 0, 2], "up": [2, 0, 1, -1, 1]}
+    rows = {name: torch.tensor(one, dtype=torch.int32, device=device) for name, one in places.items()}
+    out = torch.empty(5, columns, device=device, dtype=torch.bfloat16)
+    roots = {"sums": sums, "gate": gate, "up": up, "out": out} | {f"{name}_rows": one for name, one in rows.items()}
+    areas = {name: Area.like(name, one) for name, one in roots.items()}
+    epilogue = Epilogue("silu" if order != "ungated" else "relu2", order != "ungated", order == "interleaved")
+    addends = {"MORE": more, "WIDTH": width, "EACH": 2, "UP_AT": 1}
+    run_with_triton([activation_launch(areas, epilogue, addends, interpret=device.type == "cpu")], roots)
+
+    def chosen(table: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.where(rows[name][:, None] >= 0, table[rows[name].clamp(min=0).long()], 0.0)
+
+    h = chosen(sums, "sums")
+    first, second = {"gate-up": (h[:, :columns], h[:, -columns:]), "interleaved": (h[:, ::2], h[:, 1::2])}.get(
+        order, (h, h)
+    )
+    first, second = first.clone(), second.clone()
+    first[:, :more] += chosen(gate, "gate")[:, ::2]
+    second[:, :more] += chosen(up, "up")[:, 1::2]
+    wanted = torch.relu(second) ** 2 if order == "ungated" else torch.nn.functional.silu(first) * second
+    assert torch.allclose(out.float(), wanted, rtol=8e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(

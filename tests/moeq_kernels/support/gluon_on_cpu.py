@@ -449,3 +449,4 @@ def run(launch: Launch, roots: Mapping[str, Tensor]) -> None:
         if seen.listener is not None:
             seen.listener.begin(launch.kernel.rpartition(":")[2])
         kernel(**given, **constants)
+        LANGUAGE.barriers.end()

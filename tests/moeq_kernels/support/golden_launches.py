@@ -57,7 +57,7 @@ def _with(experts: PackedExperts, name: str, *shape: int, dtype: torch.dtype = t
 
 
 def of_formats() -> Iterator[tuple[str, PreparedLayer]]:
-    """Yield a name and two layers for each format."""
+    """Yield a name and three layers for each format: the last for `mma.sync`, where that reads it."""
     for (layout, element), fmt in FORMATS.items():
         if fmt.act_order or not fmt.group_sizes:
             continue
@@ -65,6 +65,10 @@ def of_formats() -> Iterator[tuple[str, PreparedLayer]]:
             options: dict[str, Any] = {"dtype": getattr(torch, fmt.dtypes[-1]), "top_k": sizes[1]}
             made = prepare(_experts(layout, element, sizes), max_tokens=300, gpu="H200", **options)
             yield f"{layout} {element}, {sizes[0]} experts", made
+        yield (
+            f"{layout} {element} on A100",
+            prepare(_experts(layout, element, sizes), gpu="A100", max_tokens=9, **options),
+        )
 
 
 def of_options() -> Iterator[tuple[str, PreparedLayer]]:

@@ -90,6 +90,10 @@ class Barriers:
         """Bytes have come."""
         self._count(shared, 0, -moved)
 
+    def end(self) -> None:
+        """The program is over: all bytes that an mbarrier expects have come, and no others."""
+        assert all(state[2] == 0 for state in self._states.values()), "bytes that did not come, or were not expected"
+
     @staticmethod
     def MBarrierLayout() -> None:
         return None
