@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.builder import config, quantization, write
+from checkpoint.builder import config, quantization, router, write
+from transcode.test_naming import FP8 as CHANNELS
+from transcode.test_naming import fp8, stacks
 
 from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
@@ -252,3 +254,21 @@ def test_a_revision_is_asked_for_again(tmp_path: Path) -> None:
     assert {row.revision for row in found} == {"abc"}
     assert [row.to for row in found][:2] == ["gptq", "compressed-tensors"]
     assert [row.to for row in found].count("gptq") == 2  # its own, and among the others
+
+
+@pytest.mark.parametrize(
+    ("architecture", "gpu", "options", "backend", "proof"),
+    [
+        ("UnheardOf", "H100", "--to compressed-tensors", "VLLM_CUTLASS", "exact"),
+        ("UnheardOf", "CPU", "--to bf16 --names stacked", "CPU", "checked"),
+        ("Qwen3MoeForCausalLM", "H100", "--to compressed-tensors", "VLLM_CUTLASS", "exact"),
+        ("Qwen3MoeForCausalLM", "CPU", "--to bf16", "CPU", "checked"),
+    ],
+)
+def test_stacks_stay_stacks_for_a_class_that_nothing_is_known_of(
+    tmp_path: Path, architecture: str, gpu: str, options: str, backend: str, proof: str
+) -> None:
+    tensors = {**router(), **stacks(fp8)}
+    made = open_checkpoint(write(tmp_path, tensors, config(quantization_config=CHANNELS, architectures=[architecture])))
+    found = advise(made, Deployment(parse_gpu(gpu)), "SRC")
+    assert found == Advice(f"moeq transcode SRC DST {options}", backend, proof)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -188,3 +189,60 @@ def test_the_group_size_of_a_config_may_exceed_the_columns() -> None:
     spec = MatrixSpec("down", 8, 64, "int4", 64, "f16", symmetric=False, act_order=True)
     found = weights_of("gptq", spec, 128, activations=True)
     assert found == Quantisation("gptq", 4, 128, False, act_order=True, activations=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "others", "expected"),
+    [
+        (["m.layers.0.a", "m.layers.11.a"], [], [r"^m\.layers\.\d+\.a$"]),
+        (["m.layers.0.a", "m.layers.11.a"], ["m.layers.0.b"], [r"^m\.layers\.\d+\.a$"]),
+        (["m.layers.0.a", "m.layers.11.a"], ["m.layers.2.a"], [r"^m\.layers\.0\.a$", r"^m\.layers\.11\.a$"]),
+        (["m.0.experts.0.w", "m.0.experts.1.w"], ["m.1.experts.0.w"], [r"^m\.0\.experts\.\d+\.w$"]),
+        (["m.0.experts.0.w"], ["m.0.experts.1.w"], [r"^m\.0\.experts\.0\.w$"]),
+        (["m.0.experts.0.w", "m.0.x"], ["m.1.experts.0.w", "m.1.x"], [r"^m\.0\.experts\.\d+\.w$", r"^m\.0\.x$"]),
+        (["a+b"], [], [r"^a\+b$"]),
+    ],
+)
+def test_patterns_that_match_no_other_module(names: list[str], others: list[str], expected: list[str]) -> None:
+    """Numbers are templates where that is possible, first all of them, then all but the layer's."""
+    found = configs.patterns(names, others)
+    assert found == expected
+    assert all(any(re.match(text, name) for text in found) for name in names)
+    assert not any(re.match(text, name) for text in found for name in others)
+
+
+def test_containers_that_are_left_alone() -> None:
+    """Engines fuse siblings, so the whole parent is named, unless something under it is quantised."""
+    names = ["m.10.attn.q", "m.2.attn.k", "m.2.mlp.gate", "lm_head", "embed", "m.3.norm"]
+    others = ["m.2.mlp.experts.0.w", "m.2.mlp.experts.1.w"]
+    assert configs._containers(names, others) == [
+        r"^embed$", r"^m\.\d+\.attn\.", r"^m\.\d+\.mlp\.gate$", r"^m\.\d+\.norm$",
+    ]  # fmt: skip
+    assert configs._containers(["a.b.c"], ["a.b.c.d"]) == [r"^a\.b\.c$"]
+    assert configs._containers(["a.b.c"], ["a.x"]) == [r"^a\.b\."]
+    assert configs._containers(["a.b.c"], ["a.b"]) == [r"^a\.b\.c$"]
+
+
+def test_modules_that_hold_experts() -> None:
+    names = [
+        "m.0.mlp.experts.0.w1",
+        "m.0.mlp.experts.17.w2",
+        "m.1.ffn.experts.3.w",
+        "m.2.experts.w1",
+        "m.2.experts.1.a.b",
+    ]
+    assert configs._experts_modules(names) == {"m.0.mlp.experts", "m.1.ffn.experts"}
+
+
+def test_exceptions_of_gptqmodel() -> None:
+    """Experts that are fused are looked up by the name of the module that holds them."""
+    wide = way("gptq", bits=8)
+    ways = {way("gptq"): ["m.0.mlp.experts.0.w1", "m.0.attn.q"], wide: ["m.1.mlp.experts.0.w1", "m.1.mlp.experts.1.w1"]}
+    table = configs.gptq(Contents(ways, []), "gptq_v2")
+    overrides = {"bits": 8, "group_size": 32, "sym": True, "desc_act": False}
+    assert table["dynamic"] == {
+        r"+:^m\.1\.mlp\.experts\.\d+\.w1$": overrides, r"+:^m\.1\.mlp\.experts$": overrides,
+    }  # fmt: skip
+    assert table["bits"] == 4
+    alone = configs.gptq(Contents({way("gptq"): ["m.0.attn.q"], wide: ["m.1.mlp.experts.0.w1"]}, []), "gptq")
+    assert list(alone["dynamic"]) == [r"+:^m\.\d+\.mlp\.experts\.\d+\.w1$", r"+:^m\.\d+\.mlp\.experts$"]
