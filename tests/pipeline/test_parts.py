@@ -199,15 +199,15 @@ def test_numbers_that_are_stored_in_another_form(filled: tuple[int, int]) -> Non
 def test_orders_go_back(order: Order) -> None:
     elements = np.random.default_rng(0).integers(0, 1 << 16, (8, 8), dtype=np.uint16)
     packed, spare = np.zeros(128, np.uint8), np.zeros(128, np.uint8)
-    order.pack(elements, packed)
+    order.pack(elements, packed, 0)
     before, again = packed.copy(), np.zeros_like(elements)
-    order.unpack(packed, again, spare)
+    order.unpack(packed, again, spare, 0)
     assert np.array_equal(again, elements)
     assert np.array_equal(packed, before), "packed bytes stay as they are"
     assert (packed.tobytes() == elements.tobytes()) == order.in_place
     assert order.needs_spare == (getattr(order, "rewrite", None) is not None)
     packed[77] ^= 4
-    order.unpack(packed, again, spare)
+    order.unpack(packed, again, spare, 0)
     assert int((again != elements).sum()) == 1
     if order.rows == 1:
         rows = np.zeros(128, np.uint8)

@@ -39,11 +39,11 @@ class Order(ABC):
     needs_spare: bool = False
 
     @abstractmethod
-    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+    def pack(self, elements: Array, out: Array, row: int) -> None:
         """Pack contiguous elements, which are the rows of a part from `row` on, into the bytes of that part."""
 
     @abstractmethod
-    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int) -> None:
         """Unpack the rows of a part from `row` on into contiguous elements. `spare`: scratch of the part's size."""
 
 
@@ -56,10 +56,10 @@ class OwnOrder(Order):
     rows: int = 1
     in_place: bool = True
 
-    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+    def pack(self, elements: Array, out: Array, row: int) -> None:
         np.copyto(self._bytes(elements, out, row), elements.reshape(-1).view(np.uint8))
 
-    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int) -> None:
         np.copyto(out.reshape(-1).view(np.uint8), self._bytes(out, packed, row))
 
     def _bytes(self, elements: Array, packed: Array, row: int) -> Array:
@@ -73,11 +73,11 @@ class TransposedOrder(Order):
 
     element: str  #: dtype of the elements that are moved
 
-    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+    def pack(self, elements: Array, out: Array, row: int) -> None:
         columns = elements.view(self.element).T
         transpose.copy(columns, out.view(self.element).reshape(columns.shape))
 
-    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int) -> None:
         rows = out.view(self.element)
         transpose.copy(packed.view(self.element).reshape(rows.shape[::-1]).T, rows)
 
@@ -92,10 +92,10 @@ class MarlinOrder(Order):
     rows: int = marlin.ROWS
     transposed: bool = True
 
-    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+    def pack(self, elements: Array, out: Array, row: int) -> None:
         marlin.pack(elements, self.bits, self._words(elements, out), row, permuted=self.permuted)
 
-    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int) -> None:
         marlin.unpack(self._words(out, packed), self.bits, out, row, permuted=self.permuted)
 
     def _words(self, elements: Array, packed: Array) -> Array:
@@ -109,10 +109,10 @@ class HopperOrder(Order):
     interleaved: bool = False
     rows: int = hopper.TILE
 
-    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+    def pack(self, elements: Array, out: Array, row: int) -> None:
         hopper.pack(elements.view("u8"), out.view("u8"), row)
 
-    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int) -> None:
         hopper.unpack(packed.view("u8"), out.view("u8"), row)
 
 
@@ -129,12 +129,12 @@ class ScatterOrder(Order):
     def needs_spare(self) -> bool:  # type: ignore[override]
         return self.rewrite is not None
 
-    def pack(self, elements: Array, out: Array, row: int = 0) -> None:
+    def pack(self, elements: Array, out: Array, row: int) -> None:
         scatter.pack(self.arrangement, elements.view(self.element), self.bits, self._words(out))
         if self.rewrite is not None:
             bits.apply(self.rewrite.steps, self._words(out))
 
-    def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
+    def unpack(self, packed: Array, out: Array, spare: Array, row: int) -> None:
         if self.rewrite is not None:
             np.copyto(spare[: len(packed)], packed)
             packed = spare[: len(packed)]
