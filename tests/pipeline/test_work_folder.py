@@ -15,7 +15,7 @@ from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
 from moeq.pipeline.state import folder as folder_module
 from moeq.pipeline.state.folder import OLD_SUFFIX, WorkFolder, partial_of
-from moeq.pipeline.state.journal import JobStamp, require_lock
+from moeq.pipeline.state.journal import JobStamp, Replaced, require_lock
 from moeq.pipeline.state.records import UnitRecord
 
 OUTPUTS = ("a.safetensors", "moeq.json")
@@ -322,3 +322,12 @@ def test_a_folder_that_is_published_while_it_is_opened(tmp_path: Path, monkeypat
         monkeypatch.setattr(folder_module, "require_lock", refused)
         assert refusal(folder_module._locked, parent, "work") == ("usage.running", "x")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_is_told_by_its_number(tmp_path: Path) -> None:
+    """Not by its name: another one may have got that name meanwhile."""
+    info = tmp_path.stat()
+    assert not folder_module._is_recorded(None, Replaced(info.st_dev, info.st_ino, ()))
+    assert folder_module._is_recorded(info, Replaced(info.st_dev, info.st_ino, ()))
+    assert not folder_module._is_recorded(info, Replaced(info.st_dev + 1, info.st_ino, ()))
+    assert not folder_module._is_recorded(info, Replaced(info.st_dev, info.st_ino + 1, ()))
