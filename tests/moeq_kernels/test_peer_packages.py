@@ -106,20 +106,21 @@ class TestVllmW4A8:
 
 
 class Tuner:
-    """FlashInfer's tuner, which is told how many tactics both products have."""
+    """FlashInfer's tuner, which is told the tactics of both products."""
 
-    def choose_one(self, name: str, runners: list[Any]) -> Any:
+    def choose_one(self, name: str, runners: list[Any], config: Any, tensors: Any, gemm_idx: int) -> Any:
         raise AssertionError("it chooses nothing")
 
 
 def test_flashinfer_runs_its_fastest_tactics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tactics 0 to 2 are the first product's, 3 to 6 the second's; one of each does not run these sizes."""
     tuner, ran = Tuner(), list[Any]()
-    kernels = SimpleNamespace(get_gemm1_tactic_count=lambda: 3, get_gemm2_tactic_count=lambda: 4)
 
     def fused(profile_ids: list[int] | None, **_given: Any) -> None:
         if profile_ids is None:
-            tuner.choose_one("gemm1", [SimpleNamespace(fused_moe_runner=kernels)])
+            for product, tactics in enumerate(([0, 1, 2], [3, 4, 5, 6])):
+                runner = SimpleNamespace(get_valid_tactics=lambda tensors, profile, found=tactics: found)
+                tuner.choose_one(f"gemm{product + 1}", [runner], None, [], gemm_idx=product + 1)
             return
         if {1, 3} & set(profile_ids):
             raise RuntimeError("not for these sizes")

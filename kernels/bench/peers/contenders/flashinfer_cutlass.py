@@ -123,18 +123,16 @@ class Bf16(Contender):
 
     def _fastest(self, weights: Weights, inputs: Inputs) -> list[int]:
         """Time all tactics of the second product, then those of the first."""
-        counts: list[int] = []
+        valid: list[list[int]] = []
 
-        def note(name: str, runners: list[Any], *_given: Any, **_named: Any) -> tuple[Any, int]:
-            kernels = runners[0].fused_moe_runner  # only the tuner is told how many tactics there are
-            counts[:] = kernels.get_gemm1_tactic_count(), kernels.get_gemm2_tactic_count()
+        def note(name: str, runners: list[Any], config: Any, tensors: list[Tensor], **_named: Any) -> tuple[Any, int]:
+            valid.append(runners[0].get_valid_tactics(tensors, None))  # only the tuner is told which there are
             return runners[0], -1
 
         with mock.patch.object(self.flashinfer.tuner.get(), "choose_one", note):
             self._run(weights, inputs, None)
-        first, second = counts
-        chosen = [0, first]
-        for product, tactics in ((1, range(first, first + second)), (0, range(first))):
+        chosen = [one[0] for one in valid]
+        for product, tactics in reversed(list(enumerate(valid))):
             times: dict[int, float] = {}
             for tactic in tactics:
                 chosen[product] = tactic
