@@ -98,11 +98,18 @@ class RoutedLayer:
         Raises the errors of the layer.
         """
         layer, tokens = self.layer, x.shape[0] if x.dim() else 0
-        self._check(x, logits, correction_bias, padding)
+        if not self._fits(x, logits, correction_bias, padding):
+            self._check(x, logits, correction_bias, padding)
         recorded = torch.compiler.is_compiling() or type(x) is FakeTensor or _len_torch_dispatch_stack()
         trained = torch.is_grad_enabled() and (x.requires_grad or logits.requires_grad)
-        unaligned = x.data_ptr() % 16 or (out is not None and out.data_ptr() % 16)
-        if recorded or trained or layer.device.type == "meta" or not tokens or unaligned:
+        if (
+            recorded
+            or trained
+            or layer.device.type == "meta"
+            or not tokens
+            or x.data_ptr() % 16
+            or (out is not None and out.data_ptr() % 16)
+        ):
             return self._with_torch(x, logits, correction_bias, padding, out, workspace, expert_map)
         if (expert_map is None) == layer.problem.mapped:
             layer.refuse_map(expert_map)
@@ -117,6 +124,32 @@ class RoutedLayer:
         else:
             self._run_with_triton(choosing, x, given, y, workspace, expert_map)
         return y
+
+    def _fits(self, x: Tensor, logits: Tensor, correction_bias: Tensor | None, padding: Tensor | None) -> bool:
+        """Return whether the tensors are what the kernels take, without the host time that messages cost."""
+        problem, device, choosing = self.layer.problem, self.layer.device, self.choosing
+        tokens = x.shape[0] if x.dim() else 0
+        return (
+            x.dtype == problem.dtype
+            and x.shape == (tokens, problem.hidden)
+            and tokens <= self.layer.max_tokens
+            and logits.dtype == choosing.logits
+            and logits.shape == (tokens, problem.known)
+            and x.device == logits.device == device
+            and (correction_bias is None) == (choosing.bias is None)
+            and (
+                correction_bias is None
+                or (
+                    correction_bias.dtype == choosing.bias
+                    and correction_bias.shape == (problem.known,)
+                    and correction_bias.device == device
+                )
+            )
+            and (
+                padding is None
+                or (padding.dtype == torch.bool and padding.shape == (tokens,) and padding.device == device)
+            )
+        )
 
     def _check(self, x: Tensor, logits: Tensor, correction_bias: Tensor | None, padding: Tensor | None) -> None:
         """Raise KernelArgumentError if the tensors do not fit the layer or each other."""

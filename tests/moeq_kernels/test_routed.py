@@ -10,6 +10,7 @@ import torch
 from support.cases import Recipe, make_layer, meta_experts
 from support.pretended_driver import take_cpu
 from support.routing_launches import problem_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moeq_kernels import KernelArgumentError, KernelUnsupportedError, Router, prepare, programs, route, routing
 from moeq_kernels.launch import run_with_triton
@@ -158,6 +159,17 @@ def test_what_kernels_do_not_take_runs_in_torch(packed: Any, device: torch.devic
         routed(x, logits).sum().backward()
 
 
+def test_a_recorded_call_runs_in_torch(packed: Any, device: torch.device) -> None:
+    """Fake tensors have no addresses, and a compiled program gets one operator."""
+    layer = prepare(packed, top_k=2, max_tokens=16)
+    routed = RoutedLayer(layer, Router(2))
+    x, logits = batch(device)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert routed(mode.from_tensor(x), mode.from_tensor(logits)).shape == x.shape
+    compiled = torch.compile(lambda x, logits: routed(x, logits), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, logits), layer(x, *route(logits, Router(2))))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -167,6 +179,8 @@ def test_what_kernels_do_not_take_runs_in_torch(packed: Any, device: torch.devic
         ({"correction_bias": torch.zeros(8)}, "correction_bias is given; the layer was prepared without bias_dtype"),
         ({"padding": torch.zeros(5, dtype=torch.bool)}, r"padding must be bool \[6\]"),
         ({"padding": torch.zeros(6, dtype=torch.uint8)}, r"padding must be bool \[6\]"),
+        ({"padding": torch.zeros(6, dtype=torch.bool, device="meta")}, r"padding must be bool \[6\]"),
+        ({"logits": torch.zeros(6, 8, device="meta")}, "logits are float32 .* on meta; .* must be"),
         ({"x": torch.zeros(6, 64, dtype=torch.bfloat16)}, r"prepared for bfloat16 \[tokens, 128\]"),
         ({"x": torch.zeros(17, 128, dtype=torch.bfloat16)}, "for at most 16"),
     ],
@@ -177,7 +191,8 @@ def test_tensors_that_do_not_fit_are_refused(
 ) -> None:
     routed = RoutedLayer(prepare(packed, top_k=2, max_tokens=16), Router(2))
     x, logits = batch(device)
-    given = {"x": x, "logits": logits} | {name: one.to(device) for name, one in change.items()}
+    moved = {name: one if one.is_meta else one.to(device) for name, one in change.items()}
+    given = {"x": x, "logits": logits} | moved
     with pytest.raises(KernelArgumentError, match=message):
         routed(**given)
 
