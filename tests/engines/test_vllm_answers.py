@@ -281,22 +281,29 @@ class TestOwnKernels:
 
 class TestBackends:
     def test_what_only_some_of_them_do(self) -> None:
-        rows = backends.BACKENDS.items()
+        """Those that read the same bytes instead count as well."""
+        rows = [(layout, one) for layout, first in backends.BACKENDS.items() for one in (first, *first.instead)]
         mxfp4 = {layout for layout in backends.BACKENDS if layout in backends.MXFP4S or "mxfp4" in layout}
         cpu = {layout for layout in backends.BACKENDS if layout.startswith("cpu-amx-")}
-        assert {layout for layout, one in rows if one.rounds_sizes} == mxfp4
+        b12x = {("mxfp4-identity/1", "B12X_MXFP4_MXFP8"), ("mxfp4-identity/1", "B12X_MXFP4_BF16")}
+        rounds = {(layout, one.reader.backend) for layout, one in rows if one.rounds_sizes}
+        assert rounds == {(layout, one.reader.backend) for layout, one in rows if layout in mxfp4} - b12x
         assert {layout for layout, one in rows if not one.spreads} == cpu
         assert {layout for layout, one in rows if not one.finishes} == {"cpu-amx-int8/1"}
         unpadded = {
-            layout: (one.unpadded.tokens, one.unpadded.results)
+            one.reader.backend: (one.unpadded.tokens, one.unpadded.results)
             for layout, one in rows
             if any(vars(one.unpadded).values())
         }
-        assert unpadded == {"trtllm-mxfp4/1": (False, True)}
+        trtllm = {"FLASHINFER_TRTLLM_MXFP4_BF16": (False, True), "FLASHINFER_TRTLLM_MXFP4_MXFP8": (True, True)}
+        assert unpadded == trtllm
         marlin = {"marlin-mxfp4-fp8act/1": "fp8", "marlin-mxfp4-fp8act-interleaved/1": "fp8"}
         assert {layout: one.marlin_input for layout, one in rows if one.marlin_input} == marlin
+        forced = {(layout, one.reader.backend) for layout, one in rows if one.obstacle is float_experts.b12x_is_16_bit}
+        assert forced == {("b12x-nvfp4/1", "B12X"), ("mxfp4-identity/1", "B12X_MXFP4_MXFP8")}
         for layout, one in rows:
             assert one.title.startswith("CPU (" if layout in cpu else one.reader.backend)
+            assert one.option == one.reader.option
             assert one.dtypes == tuple({"bf16": "bfloat16", "fp16": "float16"}[name] for name in one.reader.dtypes)
 
     def test_a_single_group_is_a_channel_where_it_spans_k(self, folders) -> None:
