@@ -14,6 +14,7 @@ import torch
 from load.deployments import convert
 from torch import Tensor, nn
 
+import moeq_kernels
 from moeq.checkpoint.manifest import LayerEntry
 from moeq.engines.experts_module import ConvertedExperts, find_activation
 from moeq.errors import MoeqError
@@ -147,3 +148,36 @@ def test_a_copy_prepares_its_own_layer(entry: LayerEntry, monkeypatch: pytest.Mo
     module.w13_weight.data = torch.zeros(4)
     assert run(1, torch.bfloat16, top_k=1) == 6
     assert experts._prepared is None, "weights that are offloaded are not held"
+
+
+@pytest.mark.parametrize(("tokens", "prepared"), [(0, 4096), (1, 4096), (2048, 4096), (2049, 4098), (5000, 10000)])
+def test_a_layer_is_prepared_for_twice_as_many_tokens(
+    tokens: int, prepared: int, entry: LayerEntry, monkeypatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(moeq_kernels, "prepare", lambda experts, **named: given.update(named, experts=experts))
+    module = Experts(GPT_OSS, alpha=1.5, limit=5.0)
+    experts = ConvertedExperts(module, entry)
+    for name, parameter in list(module.named_parameters()):
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+        module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    experts._prepare(torch.empty(tokens, 256, dtype=torch.bfloat16), 3)
+    packed = given.pop("experts")
+    assert packed.w13.weight.data_ptr() == module.w13_weight.data_ptr()
+    assert given == {
+        "top_k": 3, "max_tokens": prepared, "dtype": torch.bfloat16, "hidden_size": 256,
+        "activation": "swiglu_oai", "alpha": 1.5, "limit": 5.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("run_on", "cuda", "kernels"),
+    [("auto", True, True), ("auto", False, False), ("kernels", False, True), ("reference", True, False)],
+)
+def test_where_experts_run(run_on: Any, cuda: bool, kernels: bool, entry: LayerEntry, monkeypatch) -> None:
+    monkeypatch.setattr(ConvertedExperts, "_fused", lambda self, x, weights, ids: ("kernels", weights, ids))
+    monkeypatch.setattr(ConvertedExperts, "_reference", lambda self, x, weights, ids: ("reference", weights, ids))
+    experts = ConvertedExperts(Experts(Activation()), entry)
+    experts.run_on = run_on
+    found: Any = experts(SimpleNamespace(is_cuda=cuda), "ids", "weights")  # type: ignore[arg-type]
+    assert found == ("kernels" if kernels else "reference", "weights", "ids")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from load.deployments import convert
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES
@@ -197,3 +199,41 @@ def test_replicas_are_filled_one_part_after_the_other(checkpoints: Path, tmp_pat
         half = len(tensor) // 2
         turned = torch.cat([tensor[half:], tensor[:half]]).view(torch.uint8)
         assert torch.equal(swapped[name].view(torch.uint8), turned), name
+
+
+def test_a_source_that_is_never_packed_is_refused_when_it_is_opened(checkpoints: Path, tmp_path: Path) -> None:
+    """Experts without quantisation: there is nothing to repack."""
+    name = "ct-fp8-tensor-qwen3moe"
+    tensors = {
+        name: tensor.bfloat16() if ".experts." in name else tensor
+        for name, tensor in load_file(checkpoints / name / "model.safetensors").items()
+        if ".experts." not in name or name.endswith("proj.weight")
+    }
+    config = json.loads((checkpoints / name / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(MoeqError, match="the experts are not quantised") as refused:
+        open_experts(str(tmp_path), None, logging.getLogger("test"), converted=False)
+    assert refused.value.code == "answer.nothing-to-convert"
+
+
+def test_what_convert_refuses_is_refused_before_anything_is_packed(checkpoints: Path) -> None:
+    source = PackingExpertsSource(moeq.open(checkpoints / SOURCES[0]), logging.getLogger("test"))
+    with pytest.raises(MoeqError) as refused:
+        source.decide(Deployment(gpu=moeq.gpu("A100"), tp=3), "sample")
+    assert refused.value.code.startswith(("answer.", "usage."))
+    with pytest.raises(AssertionError):
+        _ = source.answer
+
+
+def test_names_are_those_of_the_layers_that_are_packed(checkpoints: Path) -> None:
+    source = PackingExpertsSource(moeq.open(checkpoints / SOURCES[0]), logging.getLogger("test"))
+    source.decide(Deployment(gpu=moeq.gpu("A100")), "sample")
+    source.require_arch("sm90")
+    answer: Any = SimpleNamespace(question=source.answer.question, layouts={1: source.answer.layouts[1]})
+    source._answer = answer
+    every = source.checkpoint.source.expert_names
+    assert source.names == {name for name in every if name.startswith("model.layers.1.")}
+    assert source.entry(0) is None
+    assert source.entry(1) is not None
