@@ -18,14 +18,14 @@ from sglang.srt.layers.moe.topk import BypassedTopKOutput, StandardTopKOutput
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.runtime_context import get_exec, get_flags, get_model, get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_model, get_spec
 from torch import nn
 
 import moeq
 from moeq.engines.converted_config import source_unread
 from moeq.engines.experts_source import PackingExpertsSource, open_experts
 from moeq.engines.sglang import config as sglang_config
-from moeq.engines.sglang import model_weights, plugin
+from moeq.engines.sglang import plugin
 from moeq.engines.sglang.config import MoeqConfig, MoeqQuantInfo, MoeqRunnerCore, activation_arguments
 from moeq.errors import MoeqError
 from moeq.oracle.loaders import TRANSFORMERS_GUARD
@@ -343,74 +343,6 @@ class TestRunner:
         info = MoeqQuantInfo(prepared)  # type: ignore[arg-type]
         found = MoeqRunnerCore(config).run_from_dispatch(given, info, config).hidden_states
         assert found[:, 0].tolist() == [3.0, 5.0]
-
-
-class TestModels:
-    @pytest.mark.parametrize("fails", [False, True])
-    def test_a_class_is_chosen_as_without_quantisation(self, fails: bool) -> None:
-        for asked, seen in (("moeq", None), ("fp8", "fp8")):
-            config = SimpleNamespace(quantization=asked)
-
-            def find(found: Any, seen: str | None = seen) -> str:
-                assert found.quantization == seen
-                if fails:
-                    raise ValueError("no such class")
-                return "class"
-
-            if fails:
-                with pytest.raises(ValueError, match="no such class"):
-                    model_weights.find_class(find, config)
-            else:
-                assert model_weights.find_class(find, config) == "class"
-            assert config.quantization == asked
-
-    def test_experts_that_are_not_the_engines(self, folder: Path) -> None:
-        """A rank of a pipeline may have none, and a draft model has the source's."""
-
-        class Model(nn.Module):
-            def load_weights(self, weights: Any) -> list[str]:
-                return [name for name, _ in weights]
-
-        def load(model: Any, weights: Any) -> Any:
-            return model.load_weights(weights)
-
-        given = [("a", torch.ones(1))]
-        config = config_of(folder)
-        model = Model()
-        model.inner = nn.Module()
-        model.inner.quant_config = config
-        with pytest.raises(MoeqError, match="Model does not run its experts through SGLang's FusedMoE") as refused:
-            model_weights.load_others(load, model, given)
-        assert refused.value.code == "usage.unsupported-model"
-        assert "load_weights" not in vars(model)
-        get_flags().moe.in_speculative_scope = True
-        try:
-            assert model_weights.load_others(load, model, given) == ["a"]
-        finally:
-            get_flags().moe.in_speculative_scope = False
-        wrapped = model.load_weights
-        assert model_weights.load_others(load, model, given) == ["a"]
-        assert model.load_weights is wrapped, "wrapped once"
-        assert model.inner.quant_config is config
-        plain = Model()
-        assert model_weights.load_others(load, plain, given) == ["a"], "no config of moeq's"
-        staged = Model()
-        staged.quant_config = config
-        with get_parallel().override(pp_size=2):
-            assert model_weights.load_others(load, staged, given) == ["a"]
-
-    def test_the_config_comes_back_after_an_error(self, folder: Path) -> None:
-        class Model(nn.Module):
-            def load_weights(self, weights: Any) -> None:
-                assert self.quant_config.get_name() == "compressed_tensors"
-                raise OSError("broken off")
-
-        model = Model()
-        model.experts = experts_layer(folder)
-        model.quant_config = config = model.experts.quant_config
-        with pytest.raises(OSError, match="broken off"):
-            model_weights.load_others(lambda model, weights: model.load_weights(weights), model, [])
-        assert model.quant_config is config
 
 
 def test_the_version_that_was_tried_is_registered(monkeypatch) -> None:
