@@ -114,3 +114,12 @@ def test_records_are_written_as_plain_values() -> None:
         "unit": "layer-0/w2", "bytes": 60, "digests": {"down": ("x", "y")}, "kept": (), "losses": 0, "differences": (),
         "tensors": {name: {"piece": 30, "blake3": one.blake3} for name, one in TENSORS.items()},
     }  # fmt: skip
+
+
+def test_a_callers_buffer_is_read_into(tmp_path: Path) -> None:
+    """One of a whole chunk for every unit would be allocated and freed again and again."""
+    memory = np.zeros(100, np.uint8)
+    (tmp_path / "file").write_bytes(DATA)
+    with OutputFolder(tmp_path) as folder:
+        assert is_intact(Plan(), Written(), RECORD, folder, memory)  # type: ignore[arg-type]
+    assert memory.any()
