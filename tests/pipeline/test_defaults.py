@@ -13,13 +13,22 @@ import pytest
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
-from moeq.pipeline.convert import convert
+from moeq.pipeline.convert import Conversion, convert
+from moeq.pipeline.events import Started, UnitFinished
 from moeq.pipeline.finalize import finalize
+from moeq.pipeline.pack.fast.codecs import AsFloat32, Shifted
+from moeq.pipeline.pack.fast.orders import HopperOrder, MarlinOrder, OwnOrder, TransposedOrder
 from moeq.pipeline.pack.memory import Need
-from moeq.pipeline.plan.decide import answer
+from moeq.pipeline.plan.candidates import LayoutChoice
+from moeq.pipeline.plan.decide import advised, answer
+from moeq.pipeline.plan.job import JobRequest, open_job
+from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.pipeline.plan.options import ConvertOptions, Question, Ranks
 from moeq.pipeline.push import open_target
+from moeq.pipeline.run.resources import Memory, plan_memory
+from moeq.pipeline.run.work_shards import grouped
 from moeq.pipeline.run.workers import Executor
+from moeq.pipeline.state.records import UnitRecord
 from moeq.transcode.survey import TranscodeRequest
 from moeq.transcode.transcode import check, transcode
 
@@ -74,3 +83,37 @@ def test_an_answer_explains_nothing_and_leaves_nothing_out_unless_asked(checkpoi
     assert [loader.name for loader in found.loaders] != []
     cut = Question(Deployment(gpu=parse_gpu("A100"), tp=4))
     assert answer(made, cut).verdict == answer(made, cut, brief=False).verdict != answer(made, cut, brief=True).verdict
+
+
+def test_defaults_of_records() -> None:
+    """Nothing was resumed, lost, calibrated or rounded unless that is said."""
+    started = Started("d", 1, 2, 3)
+    assert (started.resumed_units, started.resumed_bytes) == (0, 0)
+    assert UnitFinished("u", "pack", 1, 2, 0.5).resumed is False
+    assert (UnitRecord("u", 1, {}).losses, UnitRecord("u", 1, {}).kept) == (0, ())
+    conversion = Conversion(Path("out"), None, None)  # type: ignore[arg-type]
+    assert (conversion.resumed_units, conversion.already_done, conversion.shard) == (0, False, None)
+    choice = LayoutChoice("x/1", "B")
+    assert (choice.rank_bytes, choice.overridden, choice.loaders, choice.flag) == (0, (), (), None)
+    assert LayerPlan(None, ()).allow_lossy is False  # type: ignore[arg-type]
+    memory = Memory(10, 5, 2, None)
+    assert (memory.helpers, memory.peak) == (1, 20)
+    order = OwnOrder()
+    kinds = (order.rows, order.in_place, order.interleaved, order.halves_swapped, order.transposed, order.needs_spare)
+    assert kinds == (1, True, False, False, False, False)
+    marlin = MarlinOrder(4)
+    assert (marlin.in_place, marlin.interleaved, marlin.permuted, marlin.transposed) == (False, False, False, True)
+    assert (HopperOrder().interleaved, HopperOrder().transposed, HopperOrder().in_place) == (False, False, False)
+    assert TransposedOrder("u1").rows == 0
+    assert (AsFloat32("f32").factor, AsFloat32("f32").least, Shifted("f32", "BF16", 3).repeats) == (1.0, None, 1)
+    assert signature(advised).parameters["explain"].default is signature(advised).parameters["brief"].default is False
+    assert signature(plan_memory).parameters["max_helpers"].default == 2
+
+
+def test_units_are_dealt_by_their_files_unless_the_source_is_remote(checkpoints: Path) -> None:
+    job = open_job(JobRequest(str(checkpoints / "gptq-int4-g32-qwen3moe"), Deployment(gpu=parse_gpu("A100"))))
+    groups = grouped(job.plan.units)
+    assert [{unit.file for unit in group} for group in groups] == [{group[0].file} for group in groups]
+    assert len(groups) == len({unit.file for unit in job.plan.units})
+    remote = grouped(job.plan.units, remote=True)
+    assert len(remote) == len({unit.fetch_group for unit in job.plan.units})
