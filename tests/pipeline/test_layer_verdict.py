@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoint.builder import EXPERTS, config, quantization, write
+from checkpoint.builder import EXPERTS, Stored, Tensors, config, experts, quantization, router, write
+from refusing import refuses
 
 import moeq
+from moeq.checkpoint.facts import MTP
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.matrix import MatrixSpec
@@ -20,13 +22,21 @@ from moeq.pipeline.plan.layer_plan import _padded_group, describe
 from moeq.pipeline.plan.layer_verdict import (
     CLASSES_OF_SETS,
     class_gate,
+    count_gate,
+    extra_layer_gate,
+    first_layer,
     heads_problem,
+    is_quantised,
     judge_checkpoint,
+    missing_experts_gate,
     module_of_set,
+    moe_shape,
+    moonep_gate,
     routing_name,
     side_config_gate,
     size_gate,
     stored_tensors,
+    width_gate,
 )
 
 
@@ -291,3 +301,143 @@ def test_a_set_of_experts_has_a_module_of_its_own() -> None:
 )
 def test_messages_describe_a_matrix_in_one_phrase(spec: MatrixSpec, text: str) -> None:
     assert describe(spec) == text
+
+
+VLLM, OWN = where(engine="vllm@0.33.0"), where(engine="moeq")
+
+
+def test_experts_that_a_layer_lacks(tmp_path: Path) -> None:
+    """The engine creates as many in all layers, as the config declares; moeq's own kernels take what is there."""
+    further = experts("model.layers.1.mlp.experts", count=1)
+    document = config(num_hidden_layers=2)
+    made = moeq.open(write(tmp_path, {**router(), **router(1, 2), **experts(), **further}, document))
+    assert count_gate(made, VLLM, 0) is None
+    assert count_gate(made, OWN, 1) is None
+    gate = count_gate(made, VLLM, 1)
+    assert gate is not None
+    assert (gate.code, gate.passed, gate.error, gate.remedy) == ("G13", False, "none", None)
+    assert gate.text == "layer 1 has 1 experts, and the engine creates 2, as the config declares for all layers"
+
+
+def test_experts_whose_output_is_as_wide_as_their_input(tmp_path: Path) -> None:
+    whole = moeq.open(write(tmp_path / "whole"))
+    assert width_gate(whole, VLLM, 0) is None
+    narrow = {name: one for name, one in experts(hidden=64).items() if "down" not in name} | {
+        name: one for name, one in experts(hidden=96).items() if "down" in name
+    }
+    made = moeq.open(write(tmp_path / "narrow", {**router(), **narrow}))
+    assert width_gate(made, OWN, 0) is None
+    gate = width_gate(made, VLLM, 0)
+    assert gate is not None
+    assert gate.text == "gate and up take 64 features and down gives 96: the engine creates both for one hidden size"
+    assert gate.error == "RuntimeError"
+
+
+def test_a_router_without_experts(tmp_path: Path) -> None:
+    document = config(num_hidden_layers=3)
+    made = moeq.open(write(tmp_path / "made", {**router(), **router(2), **experts()}, document))
+    assert made.info.dense_layers == (1, 2)
+    gate = missing_experts_gate(made, VLLM, 0)
+    assert gate is not None
+    assert gate.text == "layer 2 has a router and no experts in the file"
+    assert missing_experts_gate(made, OWN, 0) is None
+    dense = moeq.open(write(tmp_path / "dense", {**router(), **experts()}, document))
+    assert missing_experts_gate(dense, VLLM, 0) is None
+    unknown = moeq.open(
+        write(tmp_path / "unknown", {**router(), **router(2), **experts()}, document | {"model_type": "unheard_of"})
+    )
+    assert missing_experts_gate(unknown, VLLM, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("declared", "engine", "refused"),
+    [
+        ({"num_nextn_predict_layers": 0}, VLLM, True),
+        ({"num_nextn_predict_layers": 1}, VLLM, False),
+        ({}, VLLM, False),
+        ({"num_nextn_predict_layers": 0}, OWN, False),
+        ({"text_config": {"num_nextn_predict_layers": 0}}, VLLM, True),
+        ({"text_config": {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers": 0}, VLLM, False),
+        ({"text_config": 5, "num_nextn_predict_layers": 0}, VLLM, True),
+    ],
+)
+def test_layers_that_the_model_does_not_have(
+    declared: dict[str, Any], engine: Deployment, refused: bool, tmp_path: Path
+) -> None:
+    source = SimpleNamespace(config=declared)
+    made: Any = SimpleNamespace(source=source, info=SimpleNamespace(mtp_layers=(4, 5), num_layers=4))
+    gate = extra_layer_gate(made, engine)
+    assert (gate is not None) == refused
+    if gate is not None:
+        assert gate.text == "the file has layer 4, and the engine creates 4"
+        assert (gate.error, gate.remedy) == ("ValueError", f'"{MTP[0]}" in config.json')
+    none: Any = SimpleNamespace(source=source, info=SimpleNamespace(mtp_layers=(), num_layers=4))
+    assert extra_layer_gate(none, engine) is None
+
+
+@pytest.mark.parametrize(
+    ("config_", "options", "wrong"),
+    [
+        (None, {}, None),
+        ({"quant_method": "x"}, {}, "quantised models"),
+        (None, {"quantization": "fp8"}, "quantised models"),
+        (None, {"dtype": "fp16"}, "dtype fp16"),
+        (None, {"eplb": True}, "expert load balancing"),
+        ({"a": 1}, {"dtype": "fp16", "eplb": True}, "quantised models and dtype fp16 and expert load balancing"),
+    ],
+)
+def test_what_moonep_does_not_carry(config_: Any, options: dict[str, Any], wrong: str | None) -> None:
+    made: Any = SimpleNamespace(quantization_config=config_)
+    asked = where(engine="vllm@0.33.0", all2all="moonep", ep=2, dp=2, **options)
+    gate = moonep_gate(made, asked)
+    assert (gate is not None) == (wrong is not None)
+    if gate is not None:
+        text = f"the moonep all-to-all takes unquantised bf16 models without load balancing, not {wrong}"
+        assert (gate.text, gate.remedy) == (text, "another all-to-all")
+    assert moonep_gate(made, replace(asked, all2all=None)) is None
+    assert moonep_gate(made, replace(asked, engine="sglang")) is None
+
+
+def test_a_layer_in_the_oracles_terms(tmp_path: Path) -> None:
+    made = moeq.open(write(tmp_path, document=config(swiglu_limit=7.0, n_group=2, expert_dtype="fp4")))
+    shape = moe_shape(made)
+    assert (shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k) == (64, 32, 2, 1)
+    assert (shape.activation, shape.gated, shape.has_bias, shape.swiglu_limit) == ("silu", True, False, 7.0)
+    assert (shape.model_type, shape.architecture) == ("qwen3_moe", "Qwen3MoeForCausalLM")
+    assert (shape.router_weight_on_input, shape.expert_dtype, shape.routing) == (False, "fp4", "RenormalizeNaive")
+    assert moe_shape(made, 0, range(1)) == shape, "there is one set of experts"
+    plain = moeq.open(write(tmp_path / "plain", document=config(num_experts_per_tok=None)))
+    with refuses("source.no-top-k", f"{plain.info.name}: config.json does not say how many experts a token uses"):
+        moe_shape(plain)
+    llama = moeq.open(write(tmp_path / "llama", document=config(architectures=["Llama4ForCausalLM"])))
+    assert moe_shape(llama).router_weight_on_input is True
+    bare = experts(names=("", "up_proj", "down_proj"))
+    ungated = moe_shape(moeq.open(write(tmp_path / "bare", {**router(), **bare})))
+    assert (ungated.activation, ungated.gated) == ("silu_no_mul", False)
+
+
+def test_the_first_quantised_layer(tmp_path: Path) -> None:
+    def plain(n: int, k: int) -> Tensors:
+        return {"weight": Stored("BF16", (n, k))}
+
+    second = "model.layers.1.mlp.experts"
+    document = config(num_hidden_layers=2)
+    tensors = {**router(), **router(1), **experts(make=plain), **experts(second)}
+    made = moeq.open(write(tmp_path / "made", tensors, document))
+    assert (first_layer(made), is_quantised(made, 0), is_quantised(made, 1)) == (1, False, True)
+    none = moeq.open(write(tmp_path / "none", {**router(), **experts(make=plain)}, config(quantization_config=None)))
+    assert first_layer(none) == 0
+
+
+def test_headers_that_only_some_experts_have(tmp_path: Path) -> None:
+    tensors = {**router(count=3), **experts(count=3)}
+    bias = "model.layers.0.mlp.experts.1.up_proj.scales"
+    tensors[bias] = Stored("BF16", tensors[bias].shape)
+    made = moeq.open(write(tmp_path, {**tensors}, config(num_experts=3)))
+    rows = {(row.projection, row.part, row.dtype): row.experts for row in stored_tensors(made, 0)}
+    assert rows["up", "scales", "BF16"] == (1,)
+    assert rows["up", "scales", "F16"] == (0, 2)
+    assert rows["gate", "scales", "F16"] == ()
+    some = {(row.projection, row.part, row.dtype): row.experts for row in stored_tensors(made, 0, range(1, 2))}
+    assert some["up", "scales", "BF16"] == ()
+    assert ("up", "scales", "F16") not in some
