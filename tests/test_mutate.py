@@ -48,7 +48,7 @@ def test_what_is_changed(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_which_tests_are_tried(tmp_path: Path, monkeypatch) -> None:
-    """Tests of the line come first, then all of the mirroring folder for code that runs at import."""
+    """Tests of the line come first, then all of the mirroring folder for code that may run at import."""
     monkeypatch.setattr(mutate, "ROOT", tmp_path)
     path = tmp_path / "moeq" / "part" / "a.py"
     path.parent.mkdir(parents=True)
@@ -60,6 +60,7 @@ def test_which_tests_are_tried(tmp_path: Path, monkeypatch) -> None:
     assert tried[8] == [names[0], names[1]]
     assert tried[13] == [names[1], names[0]]
     assert tried[5] == tried[2] == [names[0], names[1], names[2]]
+    assert tried[9] == tried[10] == tried[2], "no test runs the line: a module may call its function"
 
 
 def test_an_engine_stays_on_the_path_of_a_tree(tmp_path: Path, monkeypatch) -> None:

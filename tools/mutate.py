@@ -251,7 +251,8 @@ def rounds_of_tests(record: Record, mutant: Mutant) -> Iterator[dict[str, float]
     exact = record.tests_of(mutant.file, range(mutant.lines[0], mutant.lines[1] + 1))
     exact = exact or record.tests_of(mutant.file, range(mutant.statement[0], mutant.statement[1] + 1))
     path = Path(mutant.file)
-    if mutant.at_import:  # a test may look at a constant or a signature, and run no line of the file
+    # A test may look at a constant, a signature or what a function made during the import, and run no line of the file.
+    if mutant.at_import or not exact:
         mirror = Path("tests", path.parts[1]).as_posix() + "/"
         anywhere |= {name: seconds for name, seconds in record.tests.items() if name.startswith(mirror)}
     if mutant.at_import or len(files) > 1:
