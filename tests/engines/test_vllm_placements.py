@@ -9,8 +9,10 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from engines.vllm_engine import vllm
 from torch import nn
 
+assert vllm  # the module is skipped without the engine
 eplb_state = pytest.importorskip("vllm.distributed.eplb.eplb_state", reason="this vLLM has no EPLB")
 
 from moeq.engines.vllm import balancing  # noqa: E402
