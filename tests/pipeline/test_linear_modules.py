@@ -241,3 +241,77 @@ def test_one_module_is_not_made_of_two_kinds(tmp_path: Path) -> None:
         tmp_path / "two", {**FP8, "ignored_layers": [ROUTER]}, {}, more=attention(**dict.fromkeys("qkvo", fp8))
     )
     assert "one module of them" not in alike
+
+
+def engine_of(architecture: str, intermediate: int = 32, **config: Any) -> _Loading:
+    info = SimpleNamespace(architecture=architecture, intermediate_size=intermediate)
+    checkpoint: Any = SimpleNamespace(info=info, source=SimpleNamespace(config=config, tensors={}))
+    return _Loading(checkpoint, None, Deployment(parse_gpu("H100")), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "width"),
+    [
+        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 96}, 96),
+        ("Qwen3NextForCausalLM", {"shared_expert_intermediate_size": 96}, 96),
+        ("Qwen2MoeForCausalLM", {"n_shared_experts": 2}, 0),
+        ("DeepseekV3ForCausalLM", {"n_shared_experts": 2}, 64),
+        ("Glm4MoeForCausalLM", {"n_shared_experts": 1}, 32),
+        ("ExaoneMoEForCausalLM", {"num_shared_experts": 3}, 96),
+        ("Ernie4_5_MoeForCausalLM", {"moe_num_shared_experts": 2}, 64),
+        ("DeepseekV3ForCausalLM", {}, 0),
+        ("OlmoeForCausalLM", {"n_shared_experts": 2, "shared_expert_intermediate_size": 96}, 0),
+    ],
+)
+def test_widths_of_shared_experts(architecture: str, config: dict[str, Any], width: int) -> None:
+    assert engine_of(architecture, **config)._shared_width == width
+
+
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "widths"),
+    [
+        ("MixtralForCausalLM", {**SIZES, "head_dim": 64}, (512, 128)),
+        ("MixtralForCausalLM", SIZES, None),
+        ("OlmoeForCausalLM", SIZES, (256, 64)),
+        ("OlmoeForCausalLM", {**SIZES, "head_dim": 64}, (256, 64)),
+        ("OlmoeForCausalLM", {"num_attention_heads": 8, "num_key_value_heads": 2}, None),
+        ("UnheardOfForCausalLM", {**SIZES, "head_dim": 64}, None),
+    ],
+)
+def test_widths_of_heads(architecture: str, config: dict[str, Any], widths: tuple[int, int] | None) -> None:
+    expected = {} if widths is None else {"q_proj": widths[0], "k_proj": widths[1], "v_proj": widths[1]}
+    assert engine_of(architecture, **config)._head_widths == expected
+
+
+def test_heads_without_a_number_are_not_judged() -> None:
+    assert engine_of("MixtralForCausalLM", num_attention_heads=8, head_dim=4)._head_widths == {"q_proj": 32}
+
+
+def resized(linear: LinearModule, architecture: str, config: dict[str, Any], *shards: _Shard) -> list[str]:
+    return [text for text, _ in engine_of(architecture, **config)._resized(linear, shards)]
+
+
+def test_modules_of_another_width() -> None:
+    """Shared experts and attention alone, and only where the width is known on both sides."""
+    heads = {**SIZES, "head_dim": 64}
+    qkv = LinearModule("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj"), True, "column")
+    q, k = (
+        shard(name=f"l.self_attn.{name}", weight=("BF16", (n, 8))) for name, n in (("q_proj", 512), ("k_proj", 100))
+    )
+    text = "l.self_attn.k_proj has 100 features, and the engine creates 128 by the config"
+    assert resized(qkv, "MixtralForCausalLM", heads, q, k) == [text]
+    assert resized(qkv, "UnheardOf", heads, q, k) == []
+    assert resized(LinearModule("other.qkv_proj", qkv.shards, True, "column"), "MixtralForCausalLM", heads, q, k) == []
+    unknown = shard(name="l.self_attn.k_proj", qweight=("I32", (8, 100)))
+    assert resized(qkv, "MixtralForCausalLM", heads, unknown) == []
+    both = LinearModule("mlp.shared_expert.gate_up_proj", ("gate_proj", "up_proj"), True, "column")
+    up = shard(name="l.mlp.shared_expert.up_proj", weight=("BF16", (64, 8)))
+    wide = {"shared_expert_intermediate_size": 96}
+    text = "l.mlp.shared_expert.up_proj has 64 features, and the engine creates 96 by the config"
+    assert resized(both, "Qwen2MoeForCausalLM", wide, up) == [text]
+    assert resized(both, "Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 64}, up) == []
+    single = LinearModule("mlp.shared_expert.down_proj", ("down_proj",), True, "row")
+    assert resized(single, "Qwen2MoeForCausalLM", wide, up) == []
