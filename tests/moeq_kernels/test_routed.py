@@ -93,7 +93,15 @@ def test_numbers_that_are_none_still_choose_different_experts(
 def test_logits_that_round_to_one_probability_are_told_apart(device: torch.device) -> None:
     """Beside 200 all others have the probability 0, which `route` cannot tell apart."""
     logits = torch.tensor([[200.0, 1.0, 3.0, 2.0]], device=device)
-    assert choose(logits, Router(3))[1].tolist() == [[0, 2, 3]]
+    weights, ids = choose(logits, Router(3))
+    assert (weights.tolist(), ids.tolist()) == ([[1.0, 0.0, 0.0]], [[0, 2, 3]])
+
+
+def test_the_best_two_of_a_group_are_added_as_probabilities(device: torch.device) -> None:
+    """Logits would prefer the second group (3 + 3 > 5 + 0.5), probabilities the first (e^5 + e^0.5 > 2 e^3)."""
+    logits = torch.tensor([[5.0, 0.5, 3.0, 3.0]], device=device)
+    router = Router(2, num_groups=2, topk_groups=1, group_score="top2")
+    assert choose(logits, router)[1].tolist() == route(logits, router)[1].tolist() == [[0, 1]]
 
 
 def test_zeros_of_both_signs_are_one_number(device: torch.device) -> None:
@@ -259,5 +267,10 @@ def test_a_call_hands_over_the_addresses_of_its_roots(
     place = given["workspace"].data_ptr()
     chosen = place + 4096 - 2 * 512  # 33 tokens' weights take 264 bytes
     brought = [given[name].data_ptr() for name in names]
+    given["logits"] = torch.zeros(33 * 8 + 1)[1:].view(33, 8)
+    routed(**{name: given[name] for name in wanted})
+    moved = bound.runs.pop()[6]
+    assert moved % 16 == 0
+    assert moved != given["logits"].data_ptr()
     roots = [given["x"].data_ptr(), chosen, chosen + 512, given["out"].data_ptr(), place, 0, *brought]
     assert bound.runs == [[*roots, *layer.weight_addresses]]

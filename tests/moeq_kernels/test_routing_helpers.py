@@ -58,6 +58,9 @@ def test_ties_go_to_the_lower_expert() -> None:
 
 
 def test_sizes_are_checked() -> None:
+    for logits in (LOGITS[0], LOGITS.int()):
+        with pytest.raises(KernelArgumentError, match=r"they must be \[M, E\]"):
+            route(logits, Router(2))
     with pytest.raises(KernelArgumentError, match="top_k is 5, but 4 experts can be chosen"):
         route(LOGITS, Router(5, num_groups=4, topk_groups=1))
     with pytest.raises(KernelArgumentError, match=r"correction_bias is float32 \[3\]"):

@@ -34,7 +34,7 @@ def _best_groups(choice, there, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST_T
         first = tl.min(tl.where(choice == score[:, :, None], member, BEYOND), 2)
         score += tl.max(tl.where(member == first[:, :, None], float("-inf"), choice), 2)
     key = tl.where(group < GROUPS, _keys(score), NEVER)
-    kept = key < NEVER
+    kept = tl.zeros(key.shape, tl.int1)
     for _ in tl.static_range(KEPT):
         best = tl.min(tl.where(key == tl.max(key, 1)[:, None], group, BEYOND), 1)[:, None]
         kept = kept | (group == best)
