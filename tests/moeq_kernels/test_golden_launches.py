@@ -14,5 +14,5 @@ def test_what_runs_is_what_was_measured(part: str) -> None:
     assert list(found) == list(kept)
     for name, row in found.items():
         times = row.pop("times", [])
-        assert times == pytest.approx(kept[name].pop("times", []), rel=1e-4), name
+        assert times == pytest.approx(kept[name].pop("times", []), rel=1e-8), name
         assert row == kept[name], name

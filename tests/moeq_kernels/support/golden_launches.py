@@ -126,7 +126,7 @@ def row_of(layer: PreparedLayer, tokens: int, plan: Any = None) -> dict[str, Any
     times = [time for time, _ in ranked]
     return {
         "plan": str(plan or module.plan_for(layer.problem, tokens)),
-        "times": [float(f"{time:.6g}") for time in (*times[:2], sum(times))],
+        "times": [float(f"{time:.10g}") for time in (*times[:2], sum(times))],
         "kernels": " ".join(one.kernel.rpartition(":")[2] for one in planned.launches),
         "bytes": [planned.workspace_bytes, layer.workspace_bytes(min(tokens, layer.max_tokens))],
         "digest": _digest(lines),
