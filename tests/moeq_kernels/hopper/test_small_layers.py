@@ -48,9 +48,9 @@ ROWS = Recipe("fp8-identity/1", "e4m3", group_size=-1, activation_dtype="fp8", *
 #: Family, layer, plan, and rows of each expert: full tiles, one row more, few. Kernels come round to their first stage.
 CASES: dict[str, tuple[str, Recipe, Any, tuple[int, ...]]] = {
     "queue, shares and two heights": ("hopper-w4a16", AFTER, Plan(Queue(16, 2, 1, True, rows=32, least=8)), (17, 8, 2)),
-    "queue, bundles": ("hopper-w4a16", replace(INT4, hidden=768), Plan(Queue(8, 2, 1)), (8, 2, 0)),
+    "queue, bundles": ("hopper-w4a16", replace(INT4, hidden=1024), Plan(Queue(8, 2, 1)), (8, 8, 2)),
     "queue, boxes": ("hopper-w4a16", replace(NVFP4, **OAI), Plan(Queue(64, 2, 1, step=64, least=32)), (48, 16, 1)),
-    "queue, third bits": ("hopper-w4a16", INT3, Plan(Queue(8, 2, 1, step=64)), (3, 0, 1)),
+    "queue, third bits": ("hopper-w4a16", replace(INT3, hidden=512), Plan(Queue(8, 2, 1, step=64)), (3, 0, 1)),
     "narrow, shares": ("hopper-w4a16", ZEROS, Plan(Narrow(8, 2, False, 1, step=64), 2, 2), (8, 2, 0)),
     "narrow, channels": ("hopper-w4a16", CHANNELS, Plan(Narrow(8, 2, True, 1, step=64), 3, 1), (3, 1, 0)),
     "narrow, mxfp8": ("hopper-w4a16", MXFP8, Plan(Narrow(8, 2, False, 1, step=64), 1, 2), (0, 2, 1)),

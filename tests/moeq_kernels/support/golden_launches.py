@@ -27,7 +27,7 @@ from moeq_kernels.launch import Launch
 from moeq_kernels.prepared import PreparedLayer
 from moeq_kernels.schedules import FAMILIES, schedule
 from moeq_kernels.tuning import choose_blocks
-from support.cases import make_layer, meta_experts
+from support.cases import make_layer, meta_experts, meta_matrix
 from support.hopper_layers import LAYERS, on_meta
 
 FILE = Path(__file__).resolve().parents[2] / "data" / "kernels" / "launches.json"
@@ -76,12 +76,14 @@ def of_options() -> Iterator[tuple[str, PreparedLayer]]:
     int4 = _experts("marlin-wna16/1", "int4", SIZES[1])
     zeros = replace(int4.w13, zero=torch.empty(128, 16, 192, dtype=torch.int32, device="meta"))
     zeros_2 = replace(int4.w2, zero=torch.empty(128, 6, 256, dtype=torch.int32, device="meta"))
+    no_gate = meta_matrix("marlin-wna16/1", "int4", 128, 768, 2048, 128)
     mxfp4 = _experts("marlin-mxfp4-interleaved/1", "e2m1", SIZES[0])
     for name, experts, given in (
         ("biases", _with(int4, "bias"), {}),
         ("zero points", replace(int4, w13=zeros, w2=zeros_2), {}),
         ("expert map", int4, {"num_experts": 512}),
         ("weights on the input", int4, {"router_weight_on_input": True}),
+        ("no gate", replace(int4, w13=no_gate, w13_order="ungated"), {"activation": "relu2"}),
         ("one choice", int4, {"top_k": 1}),
         ("narrow tokens", int4, {"hidden_size": 2000}),
         ("gpt-oss", replace(_with(mxfp4, "bias"), w13_order="interleaved"), {"activation": "swiglu_oai", "limit": 7.0}),
