@@ -17,7 +17,7 @@ from moeq.model import open as open_checkpoint
 
 pytest.importorskip("numba")
 
-from transcode.test_recode_fields import written
+from transcode.test_recoders import written
 
 from moeq.layouts.float_bits import bits_of, numbers_of
 from moeq.layouts.loops.native import NotCachedError

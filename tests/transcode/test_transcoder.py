@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from refusing import refuses
-from transcode.test_recode_fields import written
+from transcode.test_recoders import written
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
