@@ -37,6 +37,9 @@ TOKENS = (1, 5, 40, 300, 5000)
 #: Experts, choices of a token, hidden and intermediate sizes: few large experts and many small ones.
 SIZES = ((8, 2, 4096, 1536), (128, 8, 2048, 768))
 
+#: Sizes that end just behind whole blocks, of which there are so many that one feature more a block makes one fewer.
+LONG = meta_experts(8, 16448, 8256, group=64)
+
 
 def _experts(layout: str, element: str, sizes: tuple[int, int, int, int]) -> PackedExperts:
     groups = FORMATS[layout, element].group_sizes
@@ -92,6 +95,9 @@ def of_options() -> Iterator[tuple[str, PreparedLayer]]:
         ("fp8 rows", _experts("fp8-identity/1", "e4m3", SIZES[1]), {"activation_dtype": "fp8"}),
         ("fp8 blocks", _experts("fp8-block-identity/1", "e4m3", SIZES[1]), {"activation_dtype": "fp8"}),
         ("fp8 blocks, interleaved", _interleaved("fp8-block-identity/1"), {"activation_dtype": "fp8"}),
+        ("long rows", LONG, {}),
+        ("long rows on A100", LONG, {"gpu": "A100"}),
+        ("long rows of int8", meta_experts(8, 16448, 8256, "int8-w8a8/1", "int8", -1), {}),
         ("unaligned int8", meta_experts(64, 1072, 688, "int8-w8a8/1", "int8", -1), {}),
         ("int4 by fp8", int4, {"activation_dtype": "fp8"}),
     ):
@@ -160,11 +166,16 @@ def _digest(lines: Iterable[Any]) -> str:
 
 def of_plans() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield rows of plans that need not be chosen."""
-    for name, kernels in (("small", w4a16.kernels("uint4")), ("zeros-g32", w4a16.kernels("uint4")[:9])):
-        packed = on_meta(make_layer(replace(LAYERS[name], experts=4))[0])
-        layer = prepare(packed, top_k=2, max_tokens=40, gpu="H200")
-        for kernel in kernels:
-            plan = w4a16.Plan(w4a16.kernel_for(kernel, "uint4", packed.w13.group_size), 2, 3)
+    kernels = w4a16.kernels("uint4")
+    of_long = [one for one in kernels if isinstance(one, w4a16.Narrow | w4a16.Wide | w4a16.Queue)]
+    for name, experts, some in (
+        ("small", on_meta(make_layer(replace(LAYERS["small"], experts=4))[0]), kernels),
+        ("zeros-g32", on_meta(make_layer(replace(LAYERS["zeros-g32"], experts=4))[0]), kernels[:9]),
+        ("long", LONG, of_long),
+    ):
+        layer = prepare(experts, top_k=2, max_tokens=40, gpu="H200")
+        for kernel in some:
+            plan = w4a16.Plan(w4a16.kernel_for(kernel, "uint4", experts.w13.group_size), 2, 3)
             yield f"{name}, {kernel}", row_of(layer, 40, plan)
     int8 = prepare(_experts("int8-w8a8/1", "int8", SIZES[0]), top_k=2, max_tokens=40, gpu="H200")
     for kernel in (*w8a8.kernels(True), w8a8.Int8Direct(2)):
