@@ -115,6 +115,7 @@ def moved_at_random(physical: list[int]) -> list[int]:
     return [physical[number] for number in torch.randperm(len(physical), generator=torch.manual_seed(1))]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("physical", [[0, 1, 2, 3], [0, 1, 2, 3, 0, 1], [3, 1, 2, 2, 0, 1]], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_replicas_are_filled_and_experts_are_moved(name, physical, converted, monkeypatch) -> None:
