@@ -263,7 +263,7 @@ def rounds_of_tests(record: Record, mutant: Mutant) -> Iterator[dict[str, float]
         near = 1 if path.stem.removesuffix("_loops") in test.stem else 3 if path.parts[1] in test.parts else 9
         return near * (0.02 + record.tests[name])
 
-    order = sorted(exact, key=cost) + sorted(set(anywhere) - set(exact), key=cost)
+    order = sorted(exact, key=cost) + sorted((one for one in anywhere if one not in exact), key=cost)
     rest, first, seconds = BUDGET, [], 0.0
     for place, name in enumerate(order):
         seconds += record.tests[name]
