@@ -129,6 +129,11 @@ def test_the_engine_chooses_where_somebody_else_needs_the_choice(change: dict[st
     assert found({}, **change) is None
 
 
+def test_groups_that_a_model_does_not_use_do_not_count() -> None:
+    rule, wanted = RULES["minimax-m2"]
+    assert found({**rule, "num_expert_group": 2, "topk_group": 1}) == wanted
+
+
 def test_the_engine_chooses_where_it_has_a_rule_of_its_own() -> None:
     assert found({**GROUPED, "num_expert_group": 3}) is None
     assert found({"scoring_func": "softmax", "e_score_correction_bias": BIAS}) is None  # `Unspecified` in the engine
@@ -181,10 +186,13 @@ def test_rows_that_fill_a_graph_take_no_expert(folders: Any, monkeypatch: pytest
     padding = torch.tensor([False, False, True, True, True])  # the engine's buffer is longer than the call
     with engine():
         whole = layer.forward_monolithic(x, logits)
+        with set_forward_context(None, get_current_vllm_config(), num_tokens=4):
+            unpadded = layer.forward_monolithic(x, logits)
         with set_forward_context(None, get_current_vllm_config(), num_tokens=4, is_padding=padding):
             padded = layer.forward_monolithic(x, logits)
             monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "0")
             told_to_compute = layer.forward_monolithic(x, logits)
+    assert torch.equal(unpadded, whole)
     assert torch.equal(padded[:2], whole[:2])
     assert not padded[2:].any()
     assert torch.equal(told_to_compute, whole)

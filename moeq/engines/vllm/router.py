@@ -45,7 +45,7 @@ def router_of(moe: Any, layer: Any) -> Router | None:
         or layer.apply_router_weight_on_input
     )
     bias = layer.e_score_correction_bias
-    groups = (layer.num_expert_group or 1, layer.topk_group or 1) if layer.use_grouped_topk else (1, 1)
+    groups = (layer.num_expert_group, layer.topk_group) if layer.use_grouped_topk else (1, 1)
     rule = get_routing_method_type(
         scoring_func=layer.scoring_func,
         top_k=layer.top_k,
