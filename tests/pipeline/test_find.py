@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpoint.builder import Stored, experts, router, write, write_sharded
 
 import moeq
 from moeq.layouts.registry import get_layout
@@ -18,7 +19,14 @@ from moeq.pipeline.plan.options import ConvertOptions, Ranks
 pytest.importorskip("numba")
 
 from moeq.pipeline.pack.fast.codecs import Shifted
-from moeq.pipeline.pack.fast.find import _fields, _repeated, _shard_path, build_fast_path, projection_readers
+from moeq.pipeline.pack.fast.find import (
+    _fields,
+    _repeated,
+    _shard_path,
+    _signatures,
+    build_fast_path,
+    projection_readers,
+)
 from moeq.pipeline.pack.fast.path import FastPath
 from moeq.pipeline.pack.fast.scratch import Region
 
@@ -123,3 +131,20 @@ def test_rows_that_share_a_scale_are_read_once(checkpoints: Path, repeats: int, 
     (scale,) = (part for part in path.parts if part.field == "scales")
     assert isinstance(scale.widen, Shifted)
     assert scale.widen.repeats == kept
+
+
+def test_experts_may_lie_in_several_files(tmp_path: Path) -> None:
+    """All have to be stored alike; where they are stored does not matter."""
+    tensors = {**router(), **experts()}
+    last = {name: one for name, one in tensors.items() if ".1.down_proj." in name}
+    files = {"a.safetensors": {name: one for name, one in tensors.items() if name not in last}, "b.safetensors": last}
+    _, path = built(write_sharded(tmp_path / "files", files), "triton-wna16/1", "w2")
+    assert path is not None
+    odd = {**tensors, "model.layers.0.mlp.experts.1.down_proj.scales": Stored("BF16", (1, 64))}
+    made = moeq.open(write(tmp_path / "odd", odd))
+    assert _signatures(made.experts(0)) is None
+    alike = _signatures(moeq.open(tmp_path / "files").experts(0))
+    assert alike is not None
+    assert {name: (sig.dtype, sig.shape) for name, sig in alike["down"].items()} == {
+        "qweight": ("I32", (4, 64)), "qzeros": ("I32", (1, 8)), "scales": ("F16", (1, 64)), "g_idx": ("I32", (32,)),
+    }  # fmt: skip
