@@ -270,3 +270,8 @@ def test_copies_are_numbered_by_their_source(monkeypatch: pytest.MonkeyPatch) ->
         ("a", 0, 60),
         ("b", 60, 100),
     ]
+
+
+def test_digests_are_of_pieces_of_two_mebibytes() -> None:
+    """`docs/reference/converted-checkpoint.md` says so: other programs compute the same digests."""
+    assert units.CHUNK_BYTES == 2 * 1024 * 1024
