@@ -141,6 +141,9 @@ class TestStaticScales:
         )
         float_experts._static_scales(layer, rank, lambda: ones)
         assert float(layer.w13_input_scale) == 0.5
+        close = ActivationScales(torch.tensor([[0.5 + 2**-18, 0.5]]), torch.ones(1), "input_scale")
+        float_experts._static_scales(layer, rank, lambda: close)
+        assert float(layer.w13_input_scale) == 0.5, "the engine takes scales that differ so little for one"
 
     @pytest.mark.parametrize("activation", [None, ("tensor", True)])
     def test_are_none_where_activations_are_dynamic(self, activation: Any) -> None:
