@@ -148,3 +148,8 @@ def test_every_backend_is_tried_and_none_explained_unless_asked(checkpoints: Pat
     for asked in (usual, other):
         assert candidates(asked) == candidates(asked, explain=False) != candidates(asked, explain=True)
     assert candidates(cut) == candidates(cut, brief=False) != candidates(cut, brief=True)
+
+
+def test_every_smaller_number_of_ranks_of_experts(checkpoints: Path) -> None:
+    found = tried(checkpoints / "gptq-int4-g32-qwen3moe", question(ep=4, dp=4), 4)
+    assert found == ["ep=3 dp=1", "ep=2 dp=1", "ep=1 dp=1", "dtype=fp16"]

@@ -331,3 +331,15 @@ def test_a_folder_is_told_by_its_number(tmp_path: Path) -> None:
     assert folder_module._is_recorded(info, Replaced(info.st_dev, info.st_ino, ()))
     assert not folder_module._is_recorded(info, Replaced(info.st_dev + 1, info.st_ino, ()))
     assert not folder_module._is_recorded(info, Replaced(info.st_dev, info.st_ino + 1, ()))
+
+
+def test_force_removes_journals_and_work_of_another_job(tmp_path: Path) -> None:
+    other = JobStamp("b" * 64, "there", "j", outputs=("b.safetensors",))
+    for shard in ("0-of-2", "1-of-2"):
+        with WorkFolder(tmp_path / "out", other, shard=shard) as work:
+            work.record([RECORD])
+            work.work("source").mkdir()
+            (work.work("source") / "x").touch()
+    with WorkFolder(tmp_path / "out", STAMP, force=True) as again:
+        assert [path.name for path in again.path.iterdir()] == ["moeq-journal.jsonl"]
+        assert again.journals.records == {}
