@@ -136,6 +136,7 @@ def test_groups_that_a_model_does_not_use_do_not_count() -> None:
 
 def test_the_engine_chooses_where_it_has_a_rule_of_its_own() -> None:
     assert found({**GROUPED, "num_expert_group": 3}) is None
+    assert found({**GROUPED, "num_expert_group": 4, "topk_group": 2}) is None
     assert found({"scoring_func": "softmax", "e_score_correction_bias": BIAS}) is None  # `Unspecified` in the engine
 
 

@@ -45,29 +45,32 @@ def router_of(moe: Any, layer: Any) -> Router | None:
         or layer.apply_router_weight_on_input
     )
     bias = layer.e_score_correction_bias
-    groups = (layer.num_expert_group, layer.topk_group) if layer.use_grouped_topk else (1, 1)
+    grouped = layer.use_grouped_topk
     rule = get_routing_method_type(
         scoring_func=layer.scoring_func,
         top_k=layer.top_k,
         renormalize=layer.renormalize,
-        num_expert_group=layer.num_expert_group if layer.use_grouped_topk else None,
+        num_expert_group=layer.num_expert_group if grouped else None,
         has_e_score_bias=bias is not None,
     )
     known = moe.routing_method is rule and rule in (getattr(RoutingMethodType, name) for name in _RULES)
-    if needed_elsewhere or not known:
+    # Where groups have one expert or are of unequal size, the engine has a rule of its own.
+    single = grouped and layer.global_num_experts <= layer.num_expert_group
+    if needed_elsewhere or not known or single:
         return None
     router = Router(
         layer.top_k,
         layer.scoring_func,
         layer.renormalize,
         # The engine's plain routers leave the factor to the model.
-        layer.routed_scaling_factor if layer.use_grouped_topk or bias is not None else 1.0,
-        *groups,
+        layer.routed_scaling_factor if grouped or bias is not None else 1.0,
+        layer.num_expert_group if grouped else 1,
+        layer.topk_group if grouped else 1,
         "max" if bias is None else "top2",
     )
     try:
         check_router(router, layer.global_num_experts)
-    except KernelArgumentError:  # for groups of unequal size the engine has a rule of its own
+    except KernelArgumentError:
         return None
     return router
 
