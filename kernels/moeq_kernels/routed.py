@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moeq_kernels.areas import ALIGNMENT
 from moeq_kernels.compiling import Warmed, compile_all, specialise
+from moeq_kernels.errors import KernelArgumentError
 from moeq_kernels.prepared import PreparedLayer
 from moeq_kernels.routing import MANY_TOKENS, Choosing, Router, check_bias, check_router, chosen_bytes, route
 from moeq_kernels.validate import require, shape_of
@@ -98,8 +99,7 @@ class RoutedLayer:
         Raises the errors of the layer.
         """
         layer, tokens = self.layer, x.shape[0] if x.dim() else 0
-        if not self._fits(x, logits, correction_bias, padding):
-            self._check(x, logits, correction_bias, padding)
+        self._check(x, logits, correction_bias, padding)
         recorded = torch.compiler.is_compiling() or type(x) is FakeTensor or _len_torch_dispatch_stack()
         trained = torch.is_grad_enabled() and (x.requires_grad or logits.requires_grad)
         if (
@@ -125,57 +125,36 @@ class RoutedLayer:
             self._run_with_triton(choosing, x, given, y, workspace, expert_map)
         return y
 
-    def _fits(self, x: Tensor, logits: Tensor, correction_bias: Tensor | None, padding: Tensor | None) -> bool:
-        """Return whether the tensors are what the kernels take, without the host time that messages cost."""
-        problem, device, choosing = self.layer.problem, self.layer.device, self.choosing
-        tokens = x.shape[0] if x.dim() else 0
-        return (
-            x.dtype == problem.dtype
-            and x.shape == (tokens, problem.hidden)
-            and tokens <= self.layer.max_tokens
-            and logits.dtype == choosing.logits
-            and logits.shape == (tokens, problem.known)
-            and x.device == logits.device == device
-            and (correction_bias is None) == (choosing.bias is None)
-            and (
-                correction_bias is None
-                or (
-                    correction_bias.dtype == choosing.bias
-                    and correction_bias.shape == (problem.known,)
-                    and correction_bias.device == device
-                )
-            )
-            and (
-                padding is None
-                or (padding.dtype == torch.bool and padding.shape == (tokens,) and padding.device == device)
-            )
-        )
-
     def _check(self, x: Tensor, logits: Tensor, correction_bias: Tensor | None, padding: Tensor | None) -> None:
-        """Raise KernelArgumentError if the tensors do not fit the layer or each other."""
-        self.layer.check_tokens(x)
-        shape = (x.shape[0], self.layer.problem.known)
-        require(
-            tuple(logits.shape) == shape and logits.is_floating_point() and logits.device == x.device,
-            f"logits are {shape_of(logits)} on {logits.device}; with x {shape_of(x)} on {x.device} they must be "
-            f"floating {list(shape)} there",
-        )
-        has_bias = self.choosing.bias is not None
-        require(
-            (correction_bias is not None) == has_bias,
-            f"correction_bias is {'missing' if has_bias else 'given'}; the layer was prepared with"
-            f"{'' if has_bias else 'out'} bias_dtype",
-        )
-        if correction_bias is not None:
-            check_bias(correction_bias, shape[1])
-            require(
-                correction_bias.device == x.device, f"correction_bias is on {correction_bias.device}, x on {x.device}"
+        """Raise KernelArgumentError if the tensors do not fit; messages are built only then, as they cost host time."""
+        layer, problem, bias = self.layer, self.layer.problem, self.choosing.bias
+        tokens, device = x.shape[0] if x.dim() else 0, x.device
+        like = x.dtype == problem.dtype and x.shape == (tokens, problem.hidden) and device == layer.device
+        if not like or tokens > layer.max_tokens:
+            layer.check_tokens(x)
+        if logits.shape != (tokens, problem.known) or not logits.is_floating_point() or logits.device != device:
+            raise KernelArgumentError(
+                f"logits are {shape_of(logits)} on {logits.device}; with x {shape_of(x)} on {device} they must be "
+                f"floating [{tokens}, {problem.known}] there"
             )
-        require(
-            padding is None
-            or (tuple(padding.shape) == shape[:1] and padding.dtype == torch.bool and padding.device == x.device),
-            f"padding must be bool [{shape[0]}] on {x.device}, as x is {shape_of(x)}",
-        )
+        if (correction_bias is None) != (bias is None):
+            raise KernelArgumentError(
+                "correction_bias is missing; the layer was prepared with bias_dtype"
+                if correction_bias is None
+                else "correction_bias is given; the layer was prepared without bias_dtype"
+            )
+        if correction_bias is not None and (
+            correction_bias.shape != (problem.known,)
+            or correction_bias.dtype != bias
+            or correction_bias.device != device
+        ):
+            check_bias(correction_bias, problem.known)
+            place = f"correction_bias is on {correction_bias.device}, but x is on {device}"
+            require(correction_bias.device == device, place)
+        if padding is not None and not (
+            padding.shape == (tokens,) and padding.dtype == torch.bool and padding.device == device
+        ):
+            raise KernelArgumentError(f"padding must be bool [{tokens}] on {device}, as x is {shape_of(x)}")
 
     def _with_torch(
         self, x: Tensor, logits: Tensor, correction_bias: Tensor | None, padding: Tensor | None, out: Tensor | None,
