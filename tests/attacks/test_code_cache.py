@@ -242,6 +242,23 @@ def test_what_others_may_have_made_is_not_read(spoil, tmp_path, monkeypatch, cap
         assert "cache" in caplog.text or "above" in caplog.text
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_write_that_does_not_end_leaves_nothing(error, tmp_path, monkeypatch) -> None:
+    def fail(*_given: object, **_named: object) -> None:
+        raise error
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = user_cache("moeq")
+    assert made is not None
+    monkeypatch.setattr(os, "rename", fail)
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            made.write("build", b"half")
+    else:
+        assert made.write("build", b"half") is False
+    assert made.names() == []
+
+
 def test_everything_that_is_made_is_for_its_user_alone(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
     before = os.umask(0)

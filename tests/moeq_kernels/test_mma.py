@@ -70,6 +70,14 @@ def test_every_number_of_tokens_gets_sizes_that_fit(gpu: str, kind: str) -> None
     assert widths == sorted(widths)
 
 
+def test_a_layer_without_a_gate_adds_no_shares_before_its_activation() -> None:
+    """Gate-up shares are added in a kernel for gated layers alone."""
+    few = {"pairs": 2, "experts": 128, "hidden": 8192, "intermediate": 512, "group": 32, "kind": "uint4"}
+    gated, ungated = (choose(**few, gated=gated, gpu=GPUS["A100"]) for gated in (True, False))
+    assert (gated.gate_up_splits > 1, ungated.gate_up_splits) == (True, 1)
+    assert ungated.down_splits == gated.down_splits
+
+
 @pytest.mark.cover
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("tokens", [1, 40, 900])
