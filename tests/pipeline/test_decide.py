@@ -12,7 +12,17 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
-from moeq.pipeline.plan.decide import _part, answer, convertible_problem, refusal, without_loss
+from moeq.oracle.loaders import Loader
+from moeq.pipeline.plan.candidates import LayoutChoice
+from moeq.pipeline.plan.decide import (
+    _given_up,
+    _part,
+    _preference,
+    answer,
+    convertible_problem,
+    refusal,
+    without_loss,
+)
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 from moeq.pipeline.plan.options import ConvertOptions, Question
 from moeq.schemes.registry import get_format
@@ -153,3 +163,24 @@ def test_a_layer_whose_format_no_layout_holds(checkpoints: Path, monkeypatch: py
     found = answer(made, Question(A100))
     assert found.error is not None
     assert (found.error.code, found.error.message) == ("answer.not-convertible", "gptq int4 g32 sym: it is odd")
+
+
+def choice(*loaders: str) -> LayoutChoice:
+    return LayoutChoice("marlin-wna16/1", "MARLIN", loaders=tuple(Loader(name, name.upper()) for name in loaders))
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [("vllm@0.33.0", (0, 1, 1, 2)), ("sglang@0.5.23", (1, 0, 1, 2)), ("moeq", (1, 1, 0, 2))],
+)
+def test_what_the_named_engine_loads_goes_first(engine: str, expected: tuple[int, ...]) -> None:
+    deployment = replace(A100, engine=engine)
+    choices = (choice("vllm"), choice("transformers", "sglang"), choice("load_experts"), choice())
+    assert tuple(_preference(one, deployment) for one in choices) == expected
+
+
+def test_layouts_that_are_passed_over_are_told_with_their_loaders() -> None:
+    assert _given_up([choice()]) == "the engine prefers MARLIN (marlin-wna16/1): load in nothing yet"
+    other = replace(choice("sglang", "vllm"), backend="B", layout="l/1")
+    text = "the engine prefers MARLIN (marlin-wna16/1) and B (l/1), which load in VLLM, SGLANG only"
+    assert _given_up([choice("vllm"), other]) == text
