@@ -180,7 +180,7 @@ def test_what_the_named_engine_loads_goes_first(engine: str, expected: tuple[int
 
 
 def test_layouts_that_are_passed_over_are_told_with_their_loaders() -> None:
-    assert _given_up([choice()]) == "the engine prefers MARLIN (marlin-wna16/1): load in nothing yet"
+    assert _given_up([choice()]) == "the engine prefers MARLIN (marlin-wna16/1), which loads in nothing yet"
     other = replace(choice("sglang", "vllm"), backend="B", layout="l/1")
     text = "the engine prefers MARLIN (marlin-wna16/1) and B (l/1), which load in VLLM, SGLANG only"
     assert _given_up([choice("vllm"), other]) == text

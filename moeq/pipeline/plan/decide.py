@@ -334,8 +334,8 @@ def _given_up(passed: list[LayoutChoice]) -> str:
     """Say which backends the engine prefers, and why nothing is written for them."""
     names = " and ".join(f"{target.backend} ({target.layout})" for target in passed)
     loaders = ", ".join(dict.fromkeys(loader.title for target in passed for loader in target.loaders))
-    what = f"load in {loaders} only" if loaders else "load in nothing yet"
-    return f"the engine prefers {names}, which {what}" if len(passed) > 1 else f"the engine prefers {names}: {what}"
+    verb = "load" if len(passed) > 1 else "loads"
+    return f"the engine prefers {names}, which {verb} in {f'{loaders} only' if loaders else 'nothing yet'}"
 
 
 def _preference(choice: LayoutChoice, deployment: Deployment) -> int:
