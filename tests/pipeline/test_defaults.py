@@ -48,7 +48,7 @@ from moeq.transcode.transcode import check, transcode
     ],
 )  # fmt: skip
 def test_defaults_of_calls(function: Callable[..., Any], expected: dict[str, Any]) -> None:
-    """Nothing is forced, downloaded, published or read twice unless that is asked for."""
+    """A conversion forces, downloads, publishes and reads twice only what its caller asks for."""
     given = {name: one.default for name, one in signature(function).parameters.items()}
     plain = {name: value for name, value in given.items() if isinstance(value, bool | int | str)}
     assert plain == expected
@@ -86,7 +86,7 @@ def test_an_answer_explains_nothing_and_leaves_nothing_out_unless_asked(checkpoi
 
 
 def test_defaults_of_records() -> None:
-    """Nothing was resumed, lost, calibrated or rounded unless that is said."""
+    """A result reports resumed units, losses, calibration and rounding only where they happened."""
     started = Started("d", 1, 2, 3)
     assert (started.resumed_units, started.resumed_bytes) == (0, 0)
     assert UnitFinished("u", "pack", 1, 2, 0.5).resumed is False

@@ -369,7 +369,7 @@ def test_shards_that_contradict_each_other_are_named() -> None:
 
 
 def test_shards_that_are_left_are_named(source: Path) -> None:
-    """Those of the division that most journals have."""
+    """The error names the missing shards of the division that most journals have."""
     job = open_job(JobRequest(str(source), A100))
     whole = "convert without shard does what is left, and publishes"
 

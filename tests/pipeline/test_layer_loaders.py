@@ -53,7 +53,7 @@ FP8, NVFP4 = "flashinfer-cutlass-fp8-tensor/1", "trtllm-nvfp4/1"
 def test_static_scales_that_a_kernel_needs(
     checkpoints: Path, tmp_path: Path, name: str, layout: str, needed: bool
 ) -> None:
-    """Of every expert, or of the whole stack."""
+    """The missing scales are those of one expert, or of the whole stack of experts."""
 
     def without(*words: str) -> bool:
         def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
