@@ -57,7 +57,8 @@ engine-tests: engines
 	PYTHONPATH=$(ENGINES)/engine $(ENGINE_SITES) \
 		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/engines/test_vllm*.py \
 		tests/prove/test_parity.py tests/transcode/test_libraries_vllm.py \
-		tests/oracle/differential/test_samples.py tests/oracle/loads/test_loads.py
+		tests/oracle/differential/test_samples.py tests/oracle/loads/test_loads.py \
+		tests/moeq_kernels/test_peer_cutlass.py tests/moeq_kernels/test_peer_packages.py
 	PYTHONPATH=$(ENGINES)/sglang MOEQ_ENGINES=1 \
 		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/engines/test_sglang*.py
 	PYTHONPATH=$(ENGINES)/libraries MOEQ_ENGINES=1 TORCHDYNAMO_DISABLE=1 \

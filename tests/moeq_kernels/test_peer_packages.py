@@ -1,6 +1,6 @@
-"""Peers that have not met a GPU, against the packages themselves: arguments, and weights by their own functions.
+"""FlashInfer's contenders against the package itself: arguments, and weights by its own functions.
 
-Each part is skipped where its package is not installed.
+Each part is skipped where it is not installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support import packing
 from support.cases import E2M1
 
 from bench import shapes
-from bench.peers.contenders import flashinfer_cutlass, vllm_cutlass
+from bench.peers.contenders import flashinfer_cutlass
 from bench.peers.problem import Problem, Stack, make_problem, route
 from bench.shapes import Group, Shape
 
@@ -84,25 +84,6 @@ class TestFlashInfer:
         assert torch.equal(e4m3.to(torch.float8_e4m3fn).float(), e4m3)
         values = e4m3 * (residual * flashinfer_cutlass.COMPENSATION)[:, None, None]
         assert torch.equal(values, torch.stack([Stack(part, problem.format)[expert] for expert in range(4)]))
-
-
-class TestVllmW4A8:
-    def test_calls_fit_the_signature(self) -> None:
-        pytest.importorskip("vllm")
-        module = pytest.importorskip("vllm.model_executor.layers.fused_moe.experts.cutlass_moe")
-        call = inspect.signature(module.run_cutlass_moe_w4a8_fp8)
-        convert = inspect.signature(
-            pytest.importorskip("vllm.model_executor.layers.fused_moe.oracle.w4a8").convert_to_w4a8_moe_kernel_format
-        )
-        convert.bind(None, None, None, None)
-        problem = problem_of("int4-fp8")
-        made = dict.fromkeys(("w1", "w2", "w1_scale", "w2_scale", "w1_chan_scale", "w2_chan_scale"))
-        steps = vllm_cutlass.strides(4, 256, 256, torch.device("cpu"))
-        assert steps["s_strides1"].tolist() == [[512, 0]] * 4
-        weights = vllm_cutlass.Weights({**made, "b_strides1": None, "b_strides2": None, **steps}, 4, 256, 256)
-        inputs = vllm_cutlass.Inputs(route(problem, 3, 0), *[torch.empty(0)] * 3, None)
-        given = vllm_cutlass.arguments(weights, inputs, torch.empty(0), torch.empty(0))
-        call.bind(activation=None, **given, **vllm_cutlass.CutlassW4A8.constant)
 
 
 class Tuner:

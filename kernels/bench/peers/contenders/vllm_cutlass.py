@@ -1,13 +1,14 @@
 """vLLM's CUTLASS experts with e4m3 activations by token: FP8 weights by channel, and int4 weights.
 
-They are called as vLLM's `CutlassExpertsFp8` and `CutlassExpertsW4A8Fp8` call them. int4 weights go through vLLM's own
-conversion: codes reordered, bf16 scales of groups split into e4m3 ones and a float32 one per channel. Its sizes are
-multiples of 256.
+They are called as `CutlassExpertsFp8` and `CutlassExpertsW4A8Fp8` of vLLM 0.33.0 call them. int4 weights go through
+vLLM's own conversion: codes reordered, bf16 scales of groups split into e4m3 ones and a float32 one per channel. Its
+sizes are multiples of 256.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,8 +88,8 @@ class Cutlass(Contender):
         def buffer(columns: int) -> Tensor:
             return torch.empty(tokens * top_k, columns, dtype=torch.bfloat16, device=device)
 
-        counts = {"num_experts": weights.experts, "num_local_experts": weights.experts}
-        scratch = self.scratch(max_num_tokens=tokens, topk=top_k, device=device, **counts)
+        scratch = self.scratch(num_experts=weights.experts, num_local_experts=weights.experts, device=device)
+        scratch.reserve(tokens * top_k)
         wide = buffer(max(2 * weights.intermediate, weights.hidden))
         narrow = buffer(max(weights.intermediate, weights.hidden))
         return Inputs(Routed(x, routed.weights, routed.ids), wide, narrow, torch.empty_like(x), scratch)
@@ -107,19 +108,32 @@ class CutlassW4A8(Cutlass):
 
     def __init__(self) -> None:
         super().__init__()
-        from vllm.config import VllmConfig, set_current_vllm_config
-        from vllm.model_executor.layers.fused_moe.oracle.w4a8 import convert_to_w4a8_moe_kernel_format
+        from vllm import config
+        from vllm.model_executor.layers.fused_moe.oracle import w4a8
 
-        self.convert = convert_to_w4a8_moe_kernel_format
-        self.configured = lambda: set_current_vllm_config(VllmConfig())
+        options = {"backend": w4a8.W4A8MoeBackend.CUTLASS, "layer": None, **self.constant}
+        self.convert = partial(w4a8.convert_to_w4a8_moe_kernel_format, **options)
+        self.config = config
+
+    def configured(self, device: torch.device) -> Any:
+        """Return the context of the engine's options, which its quantiser of scales asks for: no torch.compile."""
+        kind, compilation = self.config.DeviceConfig(device.type), self.config.CompilationConfig(custom_ops=["all"])
+        return self.config.set_current_vllm_config(
+            self.config.VllmConfig(device_config=kind, compilation_config=compilation)
+        )
 
     def prepare(self, problem: Problem) -> Weights:
         shape = problem.shape
         hidden, intermediate = round_up(shape.hidden, 256), round_up(shape.intermediate, 256)
         parts = problem.padded(hidden, intermediate)
         words = [packing.nibbles(part.codes).contiguous().view(torch.int32) for part in parts]
-        with self.configured():  # the quantiser of scales asks for the engine's options
-            made = self.convert(*words, *(part.scales.contiguous() for part in parts))
+        with self.configured(words[0].device):
+            made = self.convert(
+                w13_weight=words[0],
+                w2_weight=words[1],
+                w13_weight_scale=parts[0].scales.contiguous(),
+                w2_weight_scale=parts[1].scales.contiguous(),
+            )
         names = ("w1", "w2", "w1_scale", "w2_scale", "w1_chan_scale", "w2_chan_scale", "b_strides1", "b_strides2")
         arguments = dict(zip(names, made, strict=True))
         arguments |= strides(shape.experts, hidden, intermediate, arguments["w1"].device)
