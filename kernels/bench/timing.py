@@ -64,6 +64,16 @@ def median_us(call: Callable[[], object], times: int) -> float:
     return statistics.median([event_us(call) for _ in range(times + 3)][3:])
 
 
+def gpu_works() -> bool:
+    """Return whether this process can still use its GPU, which no process can after a kernel's bad access."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
 @cache
 def read_rate() -> float:
     """Return the bytes a second that this GPU reads: the known rate (`shapes.READ`), else as measured now."""

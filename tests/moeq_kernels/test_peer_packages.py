@@ -102,7 +102,7 @@ def test_flashinfer_runs_its_fastest_tactics(monkeypatch: pytest.MonkeyPatch) ->
             for product, tactics in enumerate(([0, 1, 2], [3, 4, 5, 6])):
                 runner = SimpleNamespace(get_valid_tactics=lambda tensors, profile, found=tactics: found)
                 tuner.choose_one(f"gemm{product + 1}", [runner], None, [], gemm_idx=product + 1)
-            return
+            raise AssertionError("the default tactics run, which may not be for these sizes")
         if {1, 3} & set(profile_ids):
             raise RuntimeError("not for these sizes")
         ran.append(tuple(profile_ids))
@@ -126,3 +126,11 @@ def test_flashinfer_runs_its_fastest_tactics(monkeypatch: pytest.MonkeyPatch) ->
         contender.run(weights, inputs)
         assert ran[timed:] == [(2, 5)]
     assert sorted(contender.tactics) == [(4, 2, 192, 128, 3), (4, 2, 192, 128, 5)]
+    monkeypatch.setattr(flashinfer_cutlass, "gpu_works", lambda: False)
+    with pytest.raises(RuntimeError, match=r"tactic 3 of product 2: not for these sizes"):
+        contender.inputs(weights, route(problem_of("mxfp4"), 7, 0))
+    monkeypatch.setattr(flashinfer_cutlass, "gpu_works", lambda: True)
+    monkeypatch.setattr(flashinfer_cutlass, "event_us", lambda call: contender.flashinfer.moe.fail())
+    contender.flashinfer.moe.fail = lambda: fused([1, 3])
+    with pytest.raises(RuntimeError, match=r"none of 4 tactics of product 2 runs these sizes"):
+        contender.inputs(weights, route(problem_of("mxfp4"), 7, 0))

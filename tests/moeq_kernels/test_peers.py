@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +19,14 @@ from support.reference import Layer, moe
 from support.routing import ROUTINGS
 
 from bench import shapes
-from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, one_cell, warm
+from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, one_cell, one_group, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS, ours, vllm_marlin
 from bench.peers.contenders.ours import Ours, quantised
 from bench.peers.contenders.vllm_marlin import marlin_words
 from bench.peers.evaluate import time_of
 from bench.peers.problem import Codes, Stack, make_problem, route, truth
 from bench.shapes import FORMATS, GROUPS, H200, READ, Group, Shape, floor
+from bench.timing import gpu_works
 
 ROOT = Path(__file__).parents[2]
 
@@ -300,22 +304,54 @@ class TestProcesses:
         seat.stop()
 
 
+def test_a_process_that_says_it_ends_has_ended_when_its_answer_is_there() -> None:
+    seat = Seat("moeq", None)
+    seat.gone, seat.lines = None, queue.Queue()
+    seat.process = subprocess.Popen(
+        [sys.executable, "-S", "-c", "raise SystemExit(1)"], stdin=subprocess.PIPE, text=True
+    )
+    seat.lines.put('{"failed": "RuntimeError: tactic 3: illegal access", "ends": true}')
+    assert seat.order("check", tokens=1)["failed"] == "RuntimeError: tactic 3: illegal access"
+    assert (seat.ended, seat.gone) == (
+        True, "its process ended (code 1) after: RuntimeError: tactic 3: illegal access"
+    )  # fmt: skip
+
+
+def test_a_gpu_works_until_a_kernel_fails_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", failed)
+    assert not gpu_works()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert gpu_works()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", failed)
+    assert gpu_works(), "no GPU has failed where none was used"
+
+
 class Pretended(Seat):
     """A contender without a process, which fails for good at one order."""
 
     def __init__(self, name: str, fails_at: str = "", after: int = 0) -> None:
         super().__init__(name, None)
-        self.gone, self.fails_at, self.after = None, fails_at, after
+        self.gone, self.fails_at, self.after, self.silent = None, fails_at, after, False
+
+    def start(self) -> None:
+        if self.ended:
+            self.gone, self.ended, self.fails_at = None, False, ""
 
     def order(self, do: str, **given: Any) -> dict[str, Any]:
         if self.gone is None and do == self.fails_at:
             self.after -= 1
             if self.after < 0:
-                self.gone = "its process ended (code -11)"
+                self.gone, self.ended = "its process ended (code -11)", not self.silent
         if self.gone is not None:
             return {"failed": self.gone}
         answers: dict[str, dict[str, Any]] = {
             "open": {},
+            "close": {},
             "check": {"right": True, "hit": 8},
             "capture": {"copies": 2, "hit": 8.0},
             "time": {"median": 100.0, "least": 99.0, "replays": 7},
@@ -339,3 +375,20 @@ class TestOneFails:
             assert found[name]["cold"]["us"] == found[name]["hot"]["us"] == 100.0
         again = one_cell(group, 1, seats, opened, Options(1.0, (1,)))["contenders"]
         assert time_of({"contenders": again}, "humming") == 100.0
+
+    @pytest.mark.parametrize("silent", [False, True])
+    def test_another_process_takes_the_next_cell(self, silent: bool) -> None:
+        """One that does not answer would cost as many seconds again."""
+        marlin = Pretended("marlin", "check", 1)
+        marlin.silent = silent
+        run = Run(Options(60.0, (4, 2, 1)), [Lane({"moeq": Pretended("moeq"), "marlin": marlin})], lambda found: None)
+        one_group(Group("nvfp4", "qwen3-next-80b"), run.lanes[0], run, time.monotonic() + 60)
+        said = [cell["contenders"]["marlin"] for cell in run.cells]
+        assert [row["status"] for row in said] == ["right", "failed", "failed" if silent else "right"]
+        assert said[1]["reason"] == "its process ended (code -11)"
+
+    def test_a_replay_that_fails_says_why(self) -> None:
+        seat = Pretended("marlin", "time", 1)
+        group = Group("nvfp4", "qwen3-next-80b")
+        row = one_cell(group, 8, [seat], {"marlin": seat.order("open")}, Options(1.0, (8,)))["contenders"]["marlin"]
+        assert (row["status"], row["reason"]) == ("failed", "a replay failed: its process ended (code -11)")

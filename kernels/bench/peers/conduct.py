@@ -34,7 +34,7 @@ Document = dict[str, Any]
 
 
 class Seat:
-    """A contender's process on a GPU; `gone` says why there is none.
+    """A contender's process on a GPU; `gone` says why there is none, `ended` whether it ended by itself.
 
     Args:
         gpu: value of `CUDA_VISIBLE_DEVICES`; None leaves the variable as it is.
@@ -47,6 +47,7 @@ class Seat:
         self.versions: dict[str, str] = {}
         self.absent: str | None = None
         self.gone: str | None = "not started"
+        self.ended = False
         self.last_failure = ""
 
     def start(self) -> None:
@@ -61,6 +62,7 @@ class Seat:
         )
         self.lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, args=(self.process, self.lines), daemon=True).start()
+        self.ended = False
         answer = self._answer(PATIENCE)
         self.absent = answer.get("absent")
         self.gone = self.absent or answer.get("failed")
@@ -96,9 +98,12 @@ class Seat:
             return self._ended()
         answer: Document = json.loads(line)
         self.last_failure = str(answer.get("failed", ""))
+        if answer.get("ends"):
+            self._ended()
         return answer
 
     def _ended(self) -> Document:
+        self.ended = True
         after = f" after: {self.last_failure}" if self.last_failure else ""
         self.gone = f"its process ended (code {self.process.wait()}){after}"
         if self.log is not None and (said := self.log.read_text(errors="replace").split("\n")[-LAST_LINES:]):
@@ -220,7 +225,11 @@ def one_group(group: Group, lane: Lane, run: Run, deadline: float) -> None:
         run.left_out.append({**asdict(group), "tokens": list(run.options.tokens), "reason": "time"})
         return
     begin = time.monotonic()
-    opened = together(seats, lambda seat: seat.order("open", **asdict(group), routing=run.options.routing))
+
+    def set_up(seat: Seat) -> Document:
+        return seat.order("open", **asdict(group), routing=run.options.routing)
+
+    opened = together(seats, set_up)
     details = {name: answer.get("ok", answer) for name, answer in opened.items()}
     print(f"{group.format} {group.shape}: set up in {time.monotonic() - begin:.1f} s {details}", flush=True)
     for number, tokens in enumerate(run.options.tokens):
@@ -229,6 +238,9 @@ def one_group(group: Group, lane: Lane, run: Run, deadline: float) -> None:
             run.left_out.append({**asdict(group), "tokens": rest, "reason": "time"})
             print(f"{group.format} {group.shape}: no time for {rest}", flush=True)
             break
+        lost = [seat for seat in seats if seat.ended]
+        together(lost, lambda seat: seat.start())
+        opened |= together(lost, set_up)
         cell = one_cell(group, tokens, seats, opened, run.options, lane.read)
         run.cells.append(cell | {"gpu": lane.gpu, "peak_tflops": lane.peak.get("bf16_tflops")})
         print(line(cell), flush=True)
@@ -278,14 +290,17 @@ def take_turns(seats: list[Seat], found: dict[str, Document], options: Options) 
     """Time cold and hot calls in rounds; add the medians over the rounds to what was found."""
     for kind, turns in (("cold", options.rounds), ("hot", 1)):
         rounds: dict[str, list[Document]] = {seat.name: [] for seat in seats}
+        failures: dict[str, str] = {}
         for number in range(turns):
             for seat in seats[:: 1 - 2 * (number % 2)]:
                 answer = seat.order("time", kind=kind, milliseconds=options.milliseconds)
                 if "ok" in answer:
                     rounds[seat.name].append(answer["ok"])
+                else:
+                    failures.setdefault(seat.name, answer["failed"])
         for name, rows in rounds.items():
             if len(rows) < turns:
-                found[name] |= {"status": "failed", "reason": "a replay failed"}
+                found[name] |= {"status": "failed", "reason": f"a replay failed: {failures[name]}"}
                 continue
             medians = [row["median"] for row in rows]
             found[name][kind] = {

@@ -22,7 +22,7 @@ import torch
 from bench.peers import contenders
 from bench.peers.problem import Truth, make_problem, route, truth
 from bench.shapes import L2, Group, weight_bytes
-from bench.timing import captured, event_us, measured_read, median_us, read_rate
+from bench.timing import captured, event_us, gpu_works, measured_read, median_us, read_rate
 
 #: Largest bytes of all copies of the weights; calls also differ in their routing, so fewer copies are still cold.
 COPIES = 10e9
@@ -166,9 +166,10 @@ def main() -> int:
             answer({"ok": getattr(worker, order.pop("do"))(**order)})
         except Exception as error:  # noqa: BLE001 - whatever a peer raises is its result
             traceback.print_exc()
-            answer({"failed": f"{type(error).__name__}: {str(error)[:300]}"})
-            if "CUDA error" in str(error):
-                return 1  # this process cannot use the GPU any more
+            works = gpu_works()
+            answer({"failed": f"{type(error).__name__}: {str(error)[:300]}", "ends": not works})
+            if not works:
+                return 1
     with contextlib.suppress(BrokenPipeError):
         answers.close()
     return 0

@@ -9,6 +9,7 @@ fastest one is taken, which is at least as fast as the choice of FlashInfer's ow
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from torch import Tensor
 from bench.peers.contenders import Contender, round_up, widened
 from bench.peers.problem import Codes, Problem
 from bench.shapes import Format
-from bench.timing import event_us
+from bench.timing import event_us, gpu_works
 
 #: Scale of gate in swiglu_oai, and the number that is added to up.
 OAI_ALPHA, OAI_BETA = 1.702, 1.0
@@ -53,6 +54,10 @@ class Inputs:
     routed: Routed
     output: Tensor
     workspace: Tensor | None = None
+
+
+class _Told(Exception):
+    """The tactics of both products are known."""
 
 
 class Bf16(Contender):
@@ -127,9 +132,11 @@ class Bf16(Contender):
 
         def note(name: str, runners: list[Any], config: Any, tensors: list[Tensor], **_named: Any) -> tuple[Any, int]:
             valid.append(runners[0].get_valid_tactics(tensors, None))  # only the tuner is told which there are
+            if len(valid) == 2:
+                raise _Told  # nothing runs: the default tactics may not be for these sizes
             return runners[0], -1
 
-        with mock.patch.object(self.flashinfer.tuner.get(), "choose_one", note):
+        with mock.patch.object(self.flashinfer.tuner.get(), "choose_one", note), contextlib.suppress(_Told):
             self._run(weights, inputs, None)
         chosen = [one[0] for one in valid]
         for product, tactics in reversed(list(enumerate(valid))):
@@ -138,8 +145,11 @@ class Bf16(Contender):
                 chosen[product] = tactic
                 try:
                     times[tactic] = min(event_us(lambda: self._run(weights, inputs, chosen)) for _ in range(3))
-                except RuntimeError:  # not for these sizes
-                    continue
+                except RuntimeError as error:  # not for these sizes
+                    if not gpu_works():
+                        raise RuntimeError(f"tactic {tactic} of product {product + 1}: {error}") from error
+            if not times:
+                raise RuntimeError(f"none of {len(tactics)} tactics of product {product + 1} runs these sizes")
             chosen[product] = min(times, key=times.__getitem__)
         return chosen
 
