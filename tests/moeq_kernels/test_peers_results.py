@@ -185,6 +185,16 @@ class TestMerging:
         assert "not across cells" in merged["side_by_side"]
         assert merge([first])["side_by_side"] == "one run"
 
+    def test_what_another_run_timed_is_not_left_out(self) -> None:
+        def left(shape: str, *tokens: int) -> dict[str, Any]:
+            return {"format": "int4", "shape": shape, "tokens": list(tokens), "reason": "time"}
+
+        first = document(cell("int4", "mixtral-8x7b", 8, moeq=100)) | {"left_out": [left("qwen3-30b-a3b", 8, 16)]}
+        gone = [left("mixtral-8x7b", 8, 16), left("qwen3-30b-a3b", 16, 32), left("gpt-oss-20b", 8)]
+        later = document(cell("int4", "gpt-oss-20b", 8, moeq=90)) | {"left_out": gone}
+        expected = [left("qwen3-30b-a3b", 8, 16, 32), left("mixtral-8x7b", 16)]
+        assert merge([first, later])["left_out"] == expected
+
     def test_a_run_before_does_not_hide_that_we_failed(self) -> None:
         right = document(cell("int4", "mixtral-8x7b", 8, moeq=100, marlin=150))
         wrong = document(cell("int4", "mixtral-8x7b", 8, marlin=150))

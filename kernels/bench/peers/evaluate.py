@@ -321,7 +321,14 @@ def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 cells[key] = {**cell, "run": number}
     used = sorted({cell["run"] for cell in cells.values()})
     note = "one run" if len(used) == 1 else f"cells of {len(used)} runs: side by side within a cell, not across cells"
-    return {**runs[-1], "cells": list(cells.values()), "side_by_side": note, "runs": len(runs)}
+    left_out: dict[tuple[str, str], dict[str, Any]] = {}
+    for gone in (one for run in runs for one in run.get("left_out", ())):
+        group = gone["format"], gone["shape"]
+        known = left_out.get(group, {"tokens": []})["tokens"]
+        if tokens := [count for count in gone["tokens"] if (*group, count) not in cells and count not in known]:
+            left_out[group] = {**gone, "tokens": known + tokens}
+    merged = {"cells": list(cells.values()), "left_out": list(left_out.values()), "runs": len(runs)}
+    return {**runs[-1], **merged, "side_by_side": note}
 
 
 def _timed(cell: Cell) -> int:
