@@ -116,10 +116,11 @@ def test_the_code_as_it_is_gives_the_layer(name: str, plan: str, device: torch.d
     """Instruction by instruction on a CPU, from the packed bytes to y; sorting and summing in Triton's interpreter."""
     if not interpreter.active():
         pytest.skip("the kernels that sort run in Triton's interpreter here")
-    tokens = 5 if plan == "shared k" else 23
-    recipe = replace(RECIPES[name], experts=3, hidden=192, intermediate=128)
+    # With few tokens both products have two blocks of columns.
+    tokens, hidden, intermediate = (5, 384, 256) if plan == "shared k" else (23, 192, 128)
+    recipe = replace(RECIPES[name], experts=3, hidden=hidden, intermediate=intermediate)
     packed, whole = make_layer(recipe)
-    narrow = 184  # the packed matrices have padding
+    narrow = hidden - 8  # the packed matrices have padding
     layer = narrowed(whole, narrow)
     routed = route(tokens, narrow, 3, 2, dtype=recipe.dtype)
     routed.ids[1, 0] = -1

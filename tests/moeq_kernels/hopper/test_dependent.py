@@ -12,15 +12,20 @@ from typing import Any
 import pytest
 import torch
 from support import gluon_on_cpu, mbarriers_on_cpu
-from support.cases import make_layer, route
+from support.cases import Recipe, make_layer, route
 from support.handover.__main__ import cases
 
 from moeq_kernels import interpreter
 from moeq_kernels.device import gemm, routing
+from moeq_kernels.hopper.w8a8 import w8a8_plan
 from moeq_kernels.hopper.w8a8.device import rows
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 from moeq_kernels.validate import epilogue_of
+
+#: W8A8 whose gate-up product is cut along k: a kernel of its own adds the shares, and another those of down.
+SHARED = ("shared k", "hopper-w8a8", Recipe("int8-w8a8/1", "int8", experts=2), w8a8_plan.Int8Plan(
+    w8a8_plan.NARROWS[0], gate_up_splits=2, down_splits=2), 0)  # fmt: skip
 
 #: Without a pair, with fewer work items than programs, and with one for each program at least.
 ROUTED = {"no pair": 0, "one pair": 1, "all pairs": 18}
@@ -48,7 +53,7 @@ class Waits:
 
 @pytest.mark.cover(every=14)
 @pytest.mark.parametrize("routed", ROUTED)
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case[0])
+@pytest.mark.parametrize("case", [*cases(), SHARED], ids=lambda case: case[0])
 def test_every_program_waits(case: Any, routed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not interpreter.active():
         pytest.skip("the kernels that sort run in Triton's interpreter here")
