@@ -106,7 +106,7 @@ class Totals:
     @property
     def cosine(self) -> float:
         """Cosine similarity; 0 where a value is not finite."""
-        norm = math.sqrt(self.expected2 * self.actual2) if self.expected2 * self.actual2 >= 0 else math.nan
+        norm = math.sqrt(self.expected2 * self.actual2)
         if norm == 0:
             return 1.0 if self.error2 == 0 else 0.0
         value = self.dot / norm

@@ -97,8 +97,7 @@ def _words(fields: Tensor, bits: int, axis: int) -> Tensor:
     per = 32 // bits
     parts = fields.to(torch.int64).reshape(*fields.shape[:axis], -1, per, *fields.shape[axis + 1 :])
     shifts = (torch.arange(per) * bits).view([per if d == axis + 1 else 1 for d in range(parts.dim())])
-    words = (parts << shifts).sum(dim=axis + 1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return (parts << shifts).sum(dim=axis + 1).to(torch.int32)  # keeps the lowest 32 bits
 
 
 def _scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from load.deployments import convert
 
 from moeq.api.engine_backends import activation_kind
-from moeq.check.engine_check import EngineBackend, EngineCheckReport, check_backends
+from moeq.check.engine_check import BackendResult, EngineBackend, EngineCheckReport, check_backends
 from moeq.check.run_check import CheckOptions, layer_checks, open_both
 from moeq.cli.app import run
 from moeq.reference.moe import Linear
@@ -83,6 +83,27 @@ def test_activations_that_no_yardstick_covers_are_not_judged(opened: Any) -> Non
     assert row.error
     assert row.allowed is None
     assert not row.wrong
+
+
+@pytest.mark.parametrize(
+    ("error", "allowed", "expert", "wrong"),
+    [
+        (0.25, 0.25, (0, 1.0), False),
+        (0.26, 0.25, (0, 1.0), True),
+        (0.25, 0.25, (0, 1.01), True),
+        (float("nan"), 0.25, (0, 1.0), True),
+        (0.25, 0.25, (0, float("nan")), True),
+        (None, 0.25, (0, 9.0), False),
+        (9.0, None, (0, 9.0), False),
+        (9.0, 0.25, None, False),
+    ],
+)
+def test_an_error_of_just_what_is_allowed_passes(
+    error: float | None, allowed: float | None, expert: tuple[int, float] | None, wrong: bool
+) -> None:
+    row = BackendResult(0, "X", True, "Experts", error, allowed, expert)
+    assert row.wrong is wrong
+    assert row.to_json()["wrong"] is wrong
 
 
 @pytest.mark.parametrize(

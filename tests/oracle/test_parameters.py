@@ -307,6 +307,25 @@ def test_what_is_refused_before_is_not_compared() -> None:
     assert check_tensors(outcome({"quant_method": "gptq"}), fitting(FP8, 128, 128)) is None
 
 
+@pytest.mark.parametrize(
+    ("config", "part", "remedy"),
+    [
+        (gptq(dynamic={r"-:.*experts.*": {}}), "weight", False),
+        (gptq(dynamic={r"-:.*experts.*": {}}), "qweight", True),
+        (gptq(dynamic={r"-:.*experts.*": {}}), "scales", True),
+        (gptq(dynamic={r"-:.*experts.*": {}}), "weight_scale_inv", True),
+        (gptq(), "weight", False),
+        (gptq(), "scales", False),
+        ({}, "qweight", False),
+    ],
+)
+def test_quantised_experts_that_a_config_leaves_out_have_a_remedy(config: Row, part: str, remedy: bool) -> None:
+    """Plain weights of a wrong size have none: they are not quantised, as the config says."""
+    gate = check_tensors(outcome(config), [StoredTensor("down", part, "I32", (3, 5))])
+    assert gate is not None
+    assert gate.remedy == ("a quantization_config without the entry that leaves these experts out" if remedy else None)
+
+
 def test_methods_whose_parameters_are_not_known_are_not_compared() -> None:
     method = outcome(gptq(), quantization="humming").case.method
     assert (method.name, parameters_of("0.33.0", method)) == ("HummingMoEMethod", None)

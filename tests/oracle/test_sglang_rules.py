@@ -209,6 +209,17 @@ def test_compressed_integers(config: Row, layer: Row, expected: str) -> None:
     assert decide(config, **layer) == expected
 
 
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [({}, CT), ({"capability": (10, 0)}, CT_TRITON), ({"runner": "triton"}, CT_TRITON),
+     ({"runner": "flashinfer_trtllm"}, CT_INT4)],
+)  # fmt: skip
+def test_weights_that_do_not_say_it_are_symmetric(layer: Row, expected: str) -> None:
+    config = ct()
+    del config["config_groups"]["group_0"]["weights"]["symmetric"]
+    assert decide(config, **layer) == expected
+
+
 F = "fp8 Fp8MoEMethod"
 FLOAT = {"num_bits": 8, "type": "float", "group_size": None}
 TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}

@@ -10,6 +10,7 @@ import pytest
 
 from moeq.errors import MoeqError
 from moeq.model.declaration import find_declaration
+from moeq.schemes.compressed_tensors import preset_group
 from moeq.schemes.declared import Declaration
 
 EXPERT = "model.layers.3.mlp.experts.7.down_proj"
@@ -142,6 +143,50 @@ def test_compressed_tensors_arguments(weights: dict[str, Any], group_size: int, 
     declared = read(ct(weights)).resolve(EXPERT)
     assert declared is not None
     assert (declared.group_size, declared.act_order) == (group_size, act_order)
+
+
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MX4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("preset", "weights", "inputs"),
+    [
+        ("W8A16", INT8, None),
+        ("W4A16", INT4, None),
+        ("W4A16_ASYM", {**INT4, "symmetric": False}, None),
+        ("W8A8", INT8, "int8"),
+        ("INT8", INT8, "int8"),
+        ("FP8", {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}, None),
+        ("FP8_DYNAMIC", {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}, None),
+        ("NVFP4A16", FP4, None),
+        ("NVFP4", FP4, None),
+        ("MXFP4A16", MX4, None),
+        ("MXFP4", MX4, None),
+    ],
+)
+def test_a_preset_is_its_arguments_written_out(preset: str, weights: dict[str, Any], inputs: str | None) -> None:
+    """Whoever reads the config, moeq or an engine's rules, sees the same group."""
+    group = preset_group(preset, ["Linear"])
+    assert group is not None
+    assert (group["targets"], group["weights"]) == (["Linear"], weights)
+    made = {"targets": ["Linear"], "weights": weights, "input_activations": group["input_activations"]}
+    tables = ({"quant_method": "compressed-tensors", "config_groups": {preset: one}} for one in (["Linear"], made))
+    short, long = (read(table).resolve(EXPERT) for table in tables)
+    assert short is not None
+    assert short == long
+    assert short.symmetric is (preset != "W4A16_ASYM")
+    assert (short.activation and short.activation.dtype) == inputs
+    if short.activation is not None:
+        assert short.activation.symmetric
+        assert (short.activation.scale.dynamic, short.activation.scale.granularity) == (True, "token")
+
+
+def test_what_is_no_preset() -> None:
+    assert preset_group("W4A16", {"targets": ["Linear"]}) is None
+    assert preset_group("W3A16", ["Linear"]) is None
 
 
 def test_compressed_tensors_presets_and_old_key() -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
+from moeq.schemes.hqq import HqqSizes
 from moeq.transcode.transcode import transcode
 
 VECTORS = vectors("hqq")
@@ -80,3 +81,30 @@ def test_sizes_that_contradict_each_other(tmp_path: Path) -> None:
     source = write_hqq(tmp_path / "model", VECTORS["4-bit-axis1-g8-bfloat16"], group_size=size(256))
     with pytest.raises(MoeqError, match="1 rows of groups are no whole bytes of 4-bit codes"):
         open_checkpoint(source).dequantize(0, 0, "gate")
+
+
+MOST = 1 << 24
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        (HqqSizes(1, 8, 8, 8, 1), None),
+        (HqqSizes(8, 1, 8, 8, 0), None),
+        (HqqSizes(1, 1, 8, 1, 0), None),
+        (HqqSizes(MOST, 1, 8, 1, 1), None),
+        (HqqSizes(1, MOST, 4, MOST, 0), None),
+        (HqqSizes(7, 3, 3, 7, 1), None),
+        (HqqSizes(0, 8, 8, 8, 1), "sizes 0 x 8 with groups along axis 1 are out of range"),
+        (HqqSizes(8, 0, 8, 8, 1), "sizes 8 x 0 with groups along axis 1 are out of range"),
+        (HqqSizes(MOST + 1, 1, 8, 1, 1), f"sizes {MOST + 1} x 1 with groups along axis 1 are out of range"),
+        (HqqSizes(1, MOST + 1, 8, 1, 1), f"sizes 1 x {MOST + 1} with groups along axis 1 are out of range"),
+        (HqqSizes(8, 8, 8, 8, -1), "sizes 8 x 8 with groups along axis -1 are out of range"),
+        (HqqSizes(2, 4, 8, 16, 1), "groups of 16 codes do not divide 2 x 4"),
+        (HqqSizes(3, 8, 4, 8, 1), "3 rows of groups are no whole bytes of 4-bit codes"),
+        (HqqSizes(4, 8, 1, 8, 1), "4 rows of groups are no whole bytes of 1-bit codes"),
+        (HqqSizes(4, 8, 2, 8, 1), None),
+    ],
+)
+def test_sizes_at_their_limits(sizes: HqqSizes, problem: str | None) -> None:
+    assert sizes.problem() == problem

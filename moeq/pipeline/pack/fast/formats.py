@@ -226,7 +226,7 @@ class StoredProjection:
 
     def _is_order(self, index: Array) -> bool:
         """Return whether every group has its full count of columns, as `moeq.schemes.gptq.impossible_groups` asks."""
-        if index.min() < 0 or index.max() >= self.spec.num_groups:
+        if index.min() < 0 or index.max() != self.spec.num_groups - 1:
             return False
         return np.array_equal(np.bincount(index), np.bincount(self._plain_group_index))
 

@@ -67,7 +67,7 @@ def auto_gptq(bits: int, group: int) -> Method:
     """Return the Marlin integration of symmetric GPTQ. Its key does not distinguish groups of 32."""
     return Method(
         "AutoGPTQMoEMethod", "wna16", "gptq", f"kInt{bits}Static", None, bits, group,
-        bias_possible=True, tile_padding=True, checks_input=True,
+        bias_possible=True, checks_input=True,
     )  # fmt: skip
 
 
