@@ -63,6 +63,21 @@ def test_which_tests_are_tried(tmp_path: Path, monkeypatch) -> None:
     assert tried[9] == tried[10] == tried[2], "no test runs the line: a module may call its function"
 
 
+def test_what_compiles_device_code_is_tried_first_after_cheaper_tests(tmp_path: Path, monkeypatch) -> None:
+    """Coverage sees that its file is imported, not which lines are compiled."""
+    monkeypatch.setattr(mutate, "ROOT", tmp_path)
+    path = tmp_path / "kernels" / "moeq_kernels" / "device" / "a.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(SOURCE)
+    compiles = f"{mutate.COMPILING}::test[part]"
+    record = Record(
+        tests={"tests/x.py::x": 0.5, "tests/moeq_kernels/test_c.py::c": 90.0, compiles: 3.0, "tests/x.py::y": 0.1},
+        lines={"kernels/moeq_kernels/device/a.py": {2: [1, 2, 3], 13: [0, 3]}},
+    )
+    found = {one.lines[0]: [*mutate.rounds_of_tests(record, one)] for one in mutate.mutants(path)}
+    assert [name for tests in found[13] for name in tests] == ["tests/x.py::y", compiles, "tests/x.py::x"]
+
+
 def test_an_engine_stays_on_the_path_of_a_tree(tmp_path: Path, monkeypatch) -> None:
     """Also one that lies in the repository, as `make engines` has it; the repository's own folders do not."""
     monkeypatch.setenv("PYTHONPATH", "/engine")

@@ -119,7 +119,8 @@ def _text(argument: Any) -> str:
     return str(argument)
 
 
-def _lines(launch: Launch) -> Iterator[str]:
+def lines_of(launch: Launch) -> Iterator[str]:
+    """Yield what a launch is given, one argument a line."""
     yield f"{launch.kernel} x {launch.programs}"
     for values in (launch.arguments, launch.constants, launch.options):
         yield from (f"{name} {_text(value)}" for name, value in sorted(values.items()))
@@ -129,7 +130,7 @@ def row_of(layer: PreparedLayer, tokens: int, plan: Any = None) -> dict[str, Any
     """Return what a call runs; times are the least, the one after it, and the sum over all plans."""
     module = FAMILIES[layer.family]
     planned = schedule(layer.family, layer.problem, tokens, plan)
-    lines = [line for launch in planned.launches for line in _lines(launch)]
+    lines = [line for launch in planned.launches for line in lines_of(launch)]
     ranked = getattr(module, "ranked_plans", lambda *_: ())(layer.problem, rounded(tokens))
     times = [time for time, _ in ranked]
     return {
