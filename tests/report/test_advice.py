@@ -50,3 +50,18 @@ def test_what_cannot_be_converted(checkpoints: Path) -> None:
     assert facts["convert"].startswith("moeq convert src")
     assert ("or", f"{facts['serve']} (the source in the engine's kernels)") in facts["lines"]
     assert ("next", facts["next"]) in facts["lines"]
+
+
+def test_advisories_say_what_helps_and_how_to_check(checkpoints: Path) -> None:
+    facts = given(checkpoints / "awq-int4-g32-qwen3moe", "sm120")
+    row = facts["advisories"][0]
+    assert (row["code"], row["issue"]) == ("new-architecture", "vllm-project/vllm#41477")
+    text = (
+        f"new-architecture (vllm-project/vllm#41477), {row['versions']}: {row['symptom']}; "
+        f"what helps: {row['workaround']}; to check: {row['check']}"
+    )
+    assert ("advisory", text) in facts["lines"]
+    facts = given(checkpoints / "ct-fp8-block-qwen3moe", "A100")
+    assert [text.split(",")[0] for name, text in facts["lines"] if name == "advisory"] == [
+        "activation-precision-differs"
+    ]

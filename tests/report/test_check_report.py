@@ -212,6 +212,14 @@ def test_html_is_well_formed_and_self_contained(damaged: bool) -> None:
     assert ("expert 0 &lt;down&gt;" in text) == damaged
 
 
+def test_html_lists_200_failures() -> None:
+    many = tuple(DigestDifference(5, number, "down", f"expert {number} is wrong") for number in range(201))
+    page = html.render(replace(report(), digest_mismatches=many[:200]))
+    assert ("expert 199 is wrong" in page, "more</li>" in page) == (True, False)
+    page = html.render(replace(report(), digest_mismatches=many))
+    assert ("expert 200 is wrong" in page, "<li>and 1 more</li>" in page) == (False, True)
+
+
 def test_html_shows_times_where_there_are_some() -> None:
     layer = report().layers[0]
     timing = Timing(0, "33 tokens", 50.0, 10**6, 2 * 10**8, 5 * 10**9, 40.0)
@@ -304,6 +312,16 @@ def test_labels_of_a_heat_map_stand_at_their_cells() -> None:
     for one in heat_legend():  # seven pixels a letter, and as much space after the words as the cell is wide
         assert (one.width, one.height) == (int(one.texts[0].x) + 7 * len(one.texts[0].words) + 15, 20)
     assert [one.texts[0].words for one in heat_legend()][-2:] == ["≤ 1", "beyond the bound"]
+
+
+@pytest.mark.parametrize(("experts", "apart"), [(30, 2), (74, 4), (128, 4), (256, 8), (384, 16)])
+def test_numbers_of_experts_do_not_touch(experts: int, apart: int) -> None:
+    results = (result(0, "up", *(expert(number, 0.5) for number in range(experts))),)
+    chart = heat_map(replace(report(), layers=(replace(report().layers[0], results=results),)))
+    assert chart is not None
+    texts = [text for text in heat_drawing(chart).texts if text.words.isdigit()]
+    assert [int(text.words) for text in texts] == list(range(0, experts, apart))
+    assert all(float(right.x) - float(left.x) >= 26 for left, right in itertools.pairwise(texts))
 
 
 def test_layouts_that_mix_the_bits_of_codes_have_no_picture() -> None:

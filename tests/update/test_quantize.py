@@ -118,6 +118,15 @@ def test_codes_under_the_scales_that_made_them_are_the_same() -> None:
         assert (again.codes != found.codes).float().mean() < 0.02, kind.name  # ties, and the sign of zeros
 
 
+def test_weights_beyond_the_scales_get_the_outermost_codes() -> None:
+    largest = {"int4": (0, 15), "int8": (0, 255), "e2m1": (15, 7), "e4m3": (0xFE, 0x7E)}
+    for kind in KINDS:
+        weight = quantizers.weights(7, N, K, torch.float32)
+        beyond = under_scales(weight.sign() * 1e6, kind.ours(weight)).codes
+        low, high = largest[kind.element]
+        assert bool((beyond[weight < 0] == low).all() and (beyond[weight > 0] == high).all()), kind.name
+
+
 class Divisions(TorchFunctionMode):
     """Tensors that are divided by Python numbers."""
 
