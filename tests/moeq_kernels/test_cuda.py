@@ -278,6 +278,22 @@ def test_a_launch_has_its_grid_its_attribute_and_its_parameters(
         bound.run(addresses, described, 79)
 
 
+def test_parts_of_the_workspace_and_of_other_roots_follow_their_own_roots(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Roots before and after the workspace, whose addresses change one by one."""
+    roots = ("x", "workspace", "out")
+    places = (("workspace", 512), ("out", 32), ("x", 64), ("workspace", 256), ("out", 16), ("x", 0))
+    given = {f"{root} {offset}": Area.of(root, torch.uint8, 8, offset=offset) for root, offset in places}
+    monkeypatch.setattr(cuda, "binary", lambda *_: code(*[8] * len(given), 8, 8))
+    bound = cuda.Bound(Schedule((Handmade("a:b", (1,), given, {}),), 0), roots, {}, GPUS["H200"], 0)
+    launched = Launched(library, (8,) * len(given))
+    for addresses in ([0x1000, 0x2000, 0x3000], [0x1000, 0x5000, 0x3000], [0x6000, 0x5000, 0x7000]):
+        bound.run(addresses, (), 5)
+        found = [struct.unpack("<Q", value)[0] for value in launched.found[-1][6]]
+        assert found == [addresses[roots.index(root)] + offset for root, offset in places]
+
+
 def test_a_launch_enters_the_context_of_its_device_in_each_thread(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

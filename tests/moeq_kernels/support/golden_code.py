@@ -12,10 +12,20 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).resolve().parents[2] / "data" / "kernels" / "code.json"
+
+#: Builds of `support.compile.portable` beside its trimmed matrix: what few formats have, every epilogue and activation.
+PORTABLE = (
+    "marlin-fp8-fp16/1 e4m3 rows 8 gelu bias", "marlin-wna16/1 int4 rows 8 channel zero points",
+    "marlin-wna16/1 int4 rows 8 float16", "marlin-wna16/1 int4 rows 8 situ", "marlin-wna16/1 int4 rows 8 swiglu_step",
+    "marlin-wna16/1 int4 rows 256 down", "marlin-wna16/1 int4 rows 256 halves",
+    "marlin-wna16/1 int4 rows 256 interleaved", "marlin-wna16/1 int8 rows 8 g32 zero points",
+    "triton-wna16/1 int4 rows 8 g32 zero points", "triton-wna16/1 int8 rows 8 g32 zero points",
+)  # fmt: skip
 
 #: Builds of `support.compile.w4a16` in which every source line is compiled that any of its builds compiles.
 WORDS = (
@@ -73,7 +83,14 @@ def of_portable() -> Iterator[tuple[str, str]]:
     from support.compile import portable, w4a16, w8a8
     from support.golden_launches import lines_of
 
-    for case in portable.trimmed_matrix():
+    more = [case for case in portable.full_matrix() if case.name in PORTABLE]
+    trimmed = portable.trimmed_matrix()
+    single = [
+        replace(case, name=f"{case.name} channel", group_size=-1)
+        for case in trimmed
+        if case.layout in ("marlin-mxfp4/1", "marlin-nvfp4/1", "marlin-mxfp8/1")
+    ]
+    for case in (*trimmed, *more, *single):
         launch = portable.launch_of(case)
         text = compile_one(specialise(launch), portable.TARGETS["sm_90"])
         yield case.name, "\n".join([*lines_of(launch), text])

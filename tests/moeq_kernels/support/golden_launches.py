@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from moeq_kernels import PackedExperts, prepare
 from moeq_kernels.areas import Area, Box
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.gpu import GPUS
-from moeq_kernels.hopper.cost import rounded
+from moeq_kernels.hopper.cost import Work, rounded
 from moeq_kernels.hopper.w4a16 import w4a16_plan as w4a16
+from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w8a8 import w8a8_plan as w8a8
 from moeq_kernels.launch import Launch
 from moeq_kernels.prepared import PreparedLayer
@@ -183,6 +185,23 @@ def of_plans() -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"int8, {kernel}", row_of(int8, 40, w8a8.Int8Plan(kernel, 2, 3))
 
 
+def of_sizes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the candidates for sizes at random, by kind of codes and GPU: limits, shares of k and their rounding."""
+    draw = random.Random(1)
+    for gpu, kind in itertools.product(("H200", "A100"), ("int8", "e4m3-blocks", *KINDS)):
+        found: list[Any] = []
+        for _ in range(40):
+            experts, groups = draw.choice((8, 60, 128, 384)), (0, 16, 32, 128)
+            top_k, tokens = draw.randint(1, 8), int(2 ** draw.uniform(0, 13))
+            hidden, intermediate = 64 * draw.randint(2, 120), 64 * draw.randint(2, 60)
+            work = Work(
+                tokens * top_k, experts, hidden, intermediate, kind, top_k, draw.choice(groups), GPUS[gpu],
+                both=draw.random() < 0.8, gated=draw.random() < 0.8,
+            )  # fmt: skip
+            found += w4a16.candidates(work, mma=True) if kind in KINDS else w8a8.candidates(work, draw.random() < 0.5)
+        yield f"{kind}, {gpu}", {"candidates": len(found), "digest": _digest(found)}
+
+
 def _of_layers(layers: Iterable[tuple[str, PreparedLayer]]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, layer in layers:
         yield from ((f"{name}, {tokens} tokens", row_of(layer, tokens)) for tokens in TOKENS)
@@ -195,6 +214,7 @@ PARTS: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
     "gpus": lambda: dict(_of_layers(of_gpus())),
     "tables": lambda: dict(of_tables()),
     "plans": lambda: dict(of_plans()),
+    "sizes": lambda: dict(of_sizes()),
 }
 
 
