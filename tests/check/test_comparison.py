@@ -246,6 +246,19 @@ class TestDiagnosis:
         assert self.diagnose(change, tokens=3) is None
 
 
+@pytest.mark.parametrize(
+    ("off", "tokens", "named"), [(0.125, 16, True), (-0.125, 16, True), (0.1875, 16, False), (0.0, 15, False)]
+)
+def test_other_weights_explain_a_product_within_their_bound(off: float, tokens: int, named: bool) -> None:
+    """A product of another shape, such as another projection's, explains nothing."""
+    x, weight, actual = torch.ones(16, 8), torch.ones(4, 8), torch.ones(16, 4)
+    emulated = Emulated("exact", torch.zeros(16, 4).double(), torch.full((16, 4), 2.0**-10).double())
+    other = torch.full((tokens, 4), 1 + off).double()
+    others = [("expert 3 up", [Emulated("exact", other, torch.full_like(other, 0.125))])]
+    found = diagnose(Evidence(x, weight, torch.zeros(8), actual, emulated), others)
+    assert (found == "it computes expert 3 up") is named
+
+
 @pytest.mark.parametrize(("error", "cause"), [(2.0, None), (2.125, "looks like its bias"), (math.inf, None)])
 def test_an_error_that_may_be_rounding_has_no_cause(error: float, cause: str | None) -> None:
     """Rounding explains up to half of the error's norm."""

@@ -14,7 +14,17 @@ import moeq
 from moeq.check.results import CheckReport, ExpertError, LayerReport, ProjectionResult, Sample, SelftestReport
 from moeq.check.run_check import open_both
 from moeq.check.sabotage import SABOTAGES, Sabotage
-from moeq.check.selftest import OverlaySource, Planted, Site, _false_alarms, _outcome, _rows, _Sites, selftest
+from moeq.check.selftest import (
+    OverlaySource,
+    Planted,
+    Site,
+    _false_alarms,
+    _layout,
+    _outcome,
+    _rows,
+    _Sites,
+    selftest,
+)
 from moeq.check.synthetic import RECIPES
 from moeq.checkpoint.manifest import LayerEntry, MatrixEntry, Projection
 from moeq.digest import DigestDifference
@@ -204,6 +214,28 @@ def layer(experts: int, w13: str = "gated") -> LayerEntry:
 def test_rows_of_a_site(spec: str, projection: Projection, rows: slice) -> None:
     matrix = QuantizedMatrix(SPECS[spec], torch.empty(0), torch.empty(0))
     assert _rows(matrix, Site(3, (projection,))) == rows
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups", "calibration"),
+    [("marlin-wna16-int8act/1", 2, 4.0), ("marlin-wna16-int8act/1", 1, 0.0), ("marlin-wna16/1", 2, None)],
+)
+def test_layouts_are_calibrated_on_all_experts_of_the_layer(
+    layout: str, groups: int, calibration: float | None
+) -> None:
+    """A damaged expert is packed beside the others as the conversion packed it; one group has nothing to calibrate."""
+    spec = MatrixSpec("w2", 64, 128, "int4", 128 // groups, "f16")
+    asked = []
+
+    class Converted:
+        def matrix(self, layer: int, expert: int, role: str) -> QuantizedMatrix:
+            asked.append((layer, expert, role))
+            scales = torch.full((64, groups), (1.0, 4.0, 2.0)[expert], dtype=torch.float16)
+            return QuantizedMatrix(spec, torch.zeros(64, 128, dtype=torch.uint8), scales)
+
+    entry = replace(layer(3), layer=5, layout=layout)
+    assert _layout(Converted(), entry, "w2").calibration == calibration  # type: ignore[arg-type]
+    assert asked == ([] if calibration is None else [(5, 0, "w2"), (5, 1, "w2"), (5, 2, "w2")])
 
 
 def test_sites_are_handed_out_once_and_expert_by_expert() -> None:

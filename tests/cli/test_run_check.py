@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -11,6 +14,7 @@ import pytest
 import moeq
 from moeq.cli.app import run
 from moeq.cli.run_check import numbers
+from moeq.deploy.detect import environment
 from moeq.pipeline.convert import convert
 
 NAME = "ct-mxfp4-qwen3moe"
@@ -63,6 +67,20 @@ def test_digests_only(converted, capsys) -> None:
     assert run(["run-check", converted, "--digests-only", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["digests_checked"], document["layers"]) == (24, [])
+
+
+def test_a_page_says_by_what_and_from_what_it_was_made(converted, tmp_path, capsys, monkeypatch) -> None:
+    asked = ["run-check", converted, "--digests-only", "--html", str(tmp_path / "r.html")]
+    monkeypatch.setattr(sys, "argv", ["moeq", *asked])
+    assert run(asked) == 0
+    capsys.readouterr()
+    page, source = unescape((tmp_path / "r.html").read_text()), moeq.open(converted).manifest.source
+    facts = environment()
+    assert f"moeq {' '.join(asked)}" in page
+    assert f"{source.name}, identity {source.identity}" in page
+    assert re.search(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d UTC by moeq {re.escape(facts['moeq'])}; ", page)
+    assert facts["packages"] in page
+    assert "0 of 8 run" in page, "four experts in each of two layers"
 
 
 def test_a_report_that_cannot_be_written(converted, tmp_path, capsys) -> None:

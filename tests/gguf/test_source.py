@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint.hub_server import Hub, serving
 from gguf_files import gguf_bytes, moe_metadata, moe_tensors, random_tensor, write_model
+from huggingface_hub import constants
+from refusing import refuses
 
 from moeq.errors import MoeqError
 from moeq.gguf import source as source_module
@@ -92,6 +96,36 @@ def test_a_file_of_a_repository_may_lie_in_a_folder(monkeypatch: pytest.MonkeyPa
     assert source_module.open_gguf_repository("org/repo", None) == ("org/repo", None, None)
     assert source_module.open_gguf_repository("org/repo/a.gguf", "main") == ("org/repo", "main", "a.gguf")
     assert source_module.open_gguf_repository("org/repo/in/a.gguf", None) == ("org/repo", None, "in/a.gguf")
+
+
+@pytest.fixture(name="hub")
+def _hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving() as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        yield running
+
+
+def test_a_repository_and_one_of_its_files_have_their_names(hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    (folder / "in").mkdir(parents=True)
+    write_model(folder / "in" / "a.gguf", layers=1)
+    (folder / "config.json").write_text("{}")
+    repo = hub.add("org/models", folder)
+    source = source_module.open_gguf_repository(f"{repo}/in/a.gguf", None)
+    assert source.name == "org/models/in/a.gguf"
+    assert [entry.file for entry in source.tensors.values()] == ["in/a.gguf"] * len(source.tensors)
+    (folder / "in" / "a.gguf").rename(folder / "a.gguf")
+    repo = hub.add("org/other", folder)
+    source = source_module.open_gguf_repository(repo, None)
+    assert source.name == "org/other"
+    assert source.tensors
+    (folder / "a.gguf").unlink()
+    with refuses("source.no-weights", "org/none holds no GGUF files"):
+        source_module.open_gguf_repository(hub.add("org/none", folder), None)
 
 
 @pytest.mark.parametrize(

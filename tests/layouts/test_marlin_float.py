@@ -162,3 +162,13 @@ def test_nan_codes_keep_their_bytes() -> None:
     matrix.codes[0, :4] = torch.tensor([0x7F, 0xFF, 0x80, 0x00], dtype=torch.uint8)
     layout = get_layout("marlin-fp8/1")
     assert same(layout.unpack(layout.pack(matrix), matrix.spec), matrix)
+
+
+def test_only_numbers_are_said_to_be_rounded_by_a_share() -> None:
+    """A scale of MXFP4 is an exponent, of which no share can be told."""
+    spec = MatrixSpec("w2", 128, 128, "e2m1", 32, "e8m0")
+    matrix = replace(random_matrix(spec), scales=torch.full((128, 4), 120, dtype=torch.uint8))
+    matrix.scales[3, 1] = 150
+    with pytest.raises(MoeqError, match=r"would change 1 stored values of w2(?! \(scales)") as caught:
+        get_layout("humming-mxfp4-fp16/1").pack(matrix)
+    assert caught.value.code == "answer.lossy"

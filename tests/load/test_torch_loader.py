@@ -19,11 +19,12 @@ import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES, CopiedLayer
 from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout
-from moeq.load import rank_reading
+from moeq.load import rank_reading, torch_loader
 from moeq.load.packed_sample import load_packed
 from moeq.load.rank_reading import Window, part_cuts, read_experts, read_shards
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import (
+    check_device,
     check_groups,
     device_arch,
     expert_map,
@@ -34,6 +35,7 @@ from moeq.load.torch_loader import (
     uneven_unit,
 )
 from moeq.matrix import MatrixSpec
+from moeq.update.layers import writable_layer
 from moeq_kernels import KernelUnsupportedError, fused_moe, prepare
 from moeq_kernels.hopper.w4a8.fold import folded
 
@@ -497,3 +499,28 @@ def test_experts_that_follow_each_other_are_not_copied(converted, monkeypatch) -
 def test_formats_that_engines_cut_in_uneven_blocks(name: str, unit: int | None, checkpoints) -> None:
     """Ranks of gpt-oss hold whole groups of 32, the last ones fewer; every other format is cut evenly."""
     assert uneven_unit(moeq.open(checkpoints / name), 0) == unit
+
+
+def test_the_gpu_is_compared_unless_that_is_turned_off(converted, monkeypatch) -> None:
+    compared: list[torch.device] = []
+    monkeypatch.setattr(torch_loader, "check_device", lambda checkpoint, device: compared.append(device))
+    for load in (moeq.load_tensors, moeq.load_experts, writable_layer):
+        load(converted["gptq-int4-g32-qwen3moe"], 0)
+        assert compared == [torch.device("cpu")], load
+        load(converted["gptq-int4-g32-qwen3moe"], 0, check_gpu=False)
+        assert compared == [torch.device("cpu")], load
+        compared.clear()
+
+
+def test_a_gpu_of_another_architecture_is_refused(converted, monkeypatch) -> None:
+    opened = open_converted(converted["gptq-int4-g32-qwen3moe"])
+    arch = opened.manifest.deployment["gpu"]["arch"]
+    for found in (arch, "sm70"):
+        monkeypatch.setattr(torch_loader, "device_arch", lambda device, found=found: found)
+        check_device(opened, torch.device("cpu"))
+        if found == arch:
+            check_device(opened, torch.device("cuda"))
+            continue
+        with pytest.raises(MoeqError, match=rf"\({arch}\), and this GPU is sm70") as refused:
+            check_device(opened, torch.device("cuda"))
+        assert refused.value.code == "environment.gpu-mismatch"

@@ -226,6 +226,18 @@ def test_different_bytes(change, part, differing, verdict, package, checkpoints,
             assert (row.differing, row.verdict) == ((), None)
 
 
+def test_bytes_that_no_kernel_reads(package, checkpoints, tmp_path, monkeypatch) -> None:
+    """A rank has one group, which triton-kernels pads to four: what lies there makes neither side wrong."""
+    layout, out = "triton-kernels-hopper/1", tmp_path / "out"
+    convert(checkpoints / "ct-mxfp4-qwen3moe", out, Deployment(gpu=A100, tp=4), layout=layout, force_layout=True)
+    Engine(monkeypatch, layout, flipped("w2", "scale", 1))
+    found = parity(out, site=package, sample=3)
+    assert not found.equal
+    differing = [row for row in found.parts if row.differing]
+    assert {(row.role, row.part, row.differing) for row in differing} == {("w2", "scale", (2,))}
+    assert {row.verdict for row in differing} == {"both are right: the kernel reads the same values from both"}
+
+
 @pytest.mark.parametrize(("role", "advisory"), [("w13", True), ("w2", False)])
 def test_scales_of_a_rank_with_one_group(role, advisory, package, checkpoints, monkeypatch) -> None:
     Engine(monkeypatch, "marlin-wna16/1", flipped(role, "scale", 0))

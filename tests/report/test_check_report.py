@@ -29,7 +29,7 @@ from moeq.digest import DigestDifference
 from moeq.matrix import MatrixSpec
 from moeq.report import check_text, html, junit
 from moeq.report.backend_matrix import BackendMatrix, MatrixCell
-from moeq.report.heat import LIMITS, heat_map, heat_maps
+from moeq.report.heat import LIMITS, HeatMap, heat_map, heat_maps
 from moeq.report.html import heat_drawing, heat_legend, tile_drawing
 
 INT4 = MatrixSpec("w2", 256, 128, "int4", 32, "f16")
@@ -356,3 +356,17 @@ def test_selftest_report_counts_levels_apart() -> None:
 def test_every_level_of_a_heat_map_has_a_colour() -> None:
     levels = re.findall(r"svg \.h(\d+) \{", html.render(report()))
     assert levels == [str(level) for level in range(len(LIMITS) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("experts", "columns", "rows"),
+    [(3, 2, 1), (73, 2, 1), (80, 4, 1), (81, 4, 2), (160, 8, 2), (161, 8, 4), (320, 16, 4), (900, 16, 4)],
+)
+def test_labels_of_narrow_cells_leave_room_for_each_other(experts: int, columns: int, rows: int) -> None:
+    """Powers of two, at least 26 pixels apart along an axis of experts and 12 along that of layers."""
+    chart = HeatMap("up", tuple(range(20)), tuple(range(experts)), ((0.5,) * experts,) * 20)
+    ticks = [text for text in heat_drawing(chart).texts if text.kind != "axis"]
+    numbers = [int(text.words) for text in ticks if text.kind == "tick mid"]
+    layers = [text.words for text in ticks if text.kind == "tick end"]
+    assert numbers == list(range(0, experts, columns))
+    assert layers == [f"layer {number}" for number in range(0, 20, rows)]
