@@ -161,7 +161,7 @@ class Drawing:
 def heat_drawing(chart: HeatMap) -> Drawing:
     """Draw the errors of a product, layers down and experts across."""
     size = max(3.0, min(_CELL, _WIDEST / max(1, len(chart.experts))))
-    columns_apart = next(step for step in (1, 2, 4, 8, 16) if step * size >= 26)
+    columns_apart = next(step for step in (2, 4, 8, 16) if step * size >= 26)
     rows_apart = next(step for step in (1, 2, 4) if step * size >= 12)
     texts = [Text(str(_LEFT), "12", "expert", "axis")]
     for column in range(0, len(chart.experts), columns_apart):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +189,27 @@ def test_overlay_shows_patches_and_leaves_the_file(conversions) -> None:
     assert torch.equal(opened.converted.source.read(name), before)
     with pytest.raises(ValueError, match="bytes"):
         overlay.patch(name, 0, b"short")
+
+
+def test_a_read_may_begin_and_end_anywhere_in_a_patch(conversions) -> None:
+    """Kernels' loaders read shards and pieces: the later of two patches is seen wherever a piece touches it."""
+    folder = conversions("gptq-int4-g32-qwen3moe", "marlin-wna16/1")
+    overlay = OverlaySource(Path(folder), str(folder))
+    name = "model.layers.0.mlp.experts.w2_scale"
+    entry, (size, *_) = overlay.entry(name), (overlay.read(name)[0].numel() * 2,)
+    wanted = bytearray((Path(folder) / entry.file).read_bytes())
+    for row, byte in ((2, 0xA5), (2, 0x5A), (1, 0x33)):
+        overlay.patch(name, row, bytes([byte]) * size)
+        wanted[entry.start + row * size : entry.start + (row + 1) * size] = bytes([byte]) * size
+    first, end = entry.start + size, entry.start + 3 * size
+    points = [first - 9, first - 1, first, first + 1, first + size, first + size + 5, end - 1, end, end + 7]
+    with (Path(folder) / entry.file).open("rb") as file:
+        for start, stop in itertools.combinations(points, 2):
+            found = bytearray(stop - start)
+            overlay.read_into(file.fileno(), memoryview(found), start, entry.file)
+            assert found == wanted[start:stop], (start - first, stop - first)
+            overlay.read_into(file.fileno(), memoryview(found), start, "another file")
+            assert (found == wanted[start:stop]) == (stop <= first or start >= end)
 
 
 SPECS = {

@@ -90,3 +90,24 @@ def test_the_median_of_warm_calls(name: str, floor: float | None, monkeypatch: p
 def test_a_longer_name_is_looked_for_first() -> None:
     names = list(timing.PEAKS)
     assert all(names.index(long) < names.index(short) for long in names for short in names if short in long != short)
+
+
+@pytest.mark.parametrize(
+    ("device", "peaks"),
+    [
+        ("NVIDIA B200", (8000, 2250)),
+        ("NVIDIA H200", (4800, 989)),
+        ("NVIDIA H100 PCIe", (2000, 756)),
+        ("NVIDIA H100 80GB HBM3", (3350, 989)),
+        ("NVIDIA A100-SXM4-80GB", (2039, 312)),
+        ("NVIDIA A100-PCIE-40GB", (1555, 312)),
+        ("NVIDIA L40S", (864, 362)),
+        ("NVIDIA GeForce RTX 4090", (1008, 165)),
+        ("AMD Instinct MI300X", (5300, 1307)),
+        ("AMD Instinct MI355X", (8000, 2500)),
+    ],
+)
+def test_peaks_of_the_data_sheets(device: str, peaks: tuple[int, int]) -> None:
+    """GB/s of memory, and TFLOP/s of dense 16-bit arithmetic, under the name that the driver gives."""
+    bandwidth, flops = next(found for name, found in timing.PEAKS.items() if name in device)
+    assert (round(bandwidth / 1e9), round(flops / 1e12)) == peaks
