@@ -208,6 +208,36 @@ def test_products_run_by_run_or_at_once(device: str, launches: list[int], monkey
     assert sorted(found.actual) == ["down", "gate", "up"]
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_product_of_an_expert_is_compared_for_its_pairs(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gate there are two; down starts from the kernels' own hidden rows."""
+    names = ("gate", "up", "down") if gated else ("up", "down")
+    added: dict[str, tuple[Any, ...]] = {}
+
+    class Comparison:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def add(self, *given: Any) -> None:
+            added[self.name] = given
+
+    monkeypatch.setattr(LayerCheck, "emulate", lambda self, name, rows, linear: (name, rows, linear))
+    inputs, linears = runs_of_tokens(3), {name: Linear(drawn(8, 8)) for name in names}
+    actual = {name: drawn(6, 8) for name in names}
+    products = layer_check.Products(actual, drawn(6, 8).bfloat16())  # type: ignore[arg-type]
+    expert = Expert(linears.get("gate"), linears["up"], linears["down"])
+    tokens, slots, pairs = torch.tensor([0, 2]), torch.tensor([1, 0]), [1, 4]
+    place, comparisons = (inputs, tokens, slots), {name: Comparison(name) for name in names}
+    first = layer_check._compare_expert(check(), comparisons, products, expert, place, 9)  # type: ignore[arg-type]
+    assert tuple(added) == names
+    assert tuple(first) == names[:-1]
+    for name, (number, found, (asked, rows, linear), where) in added.items():
+        assert (number, asked, where.tolist()) == (9, name, pairs)
+        assert linear is linears[name]
+        assert torch.equal(found, actual[name][pairs])
+        assert torch.equal(rows, products.hidden[pairs].float() if name == "down" else inputs.x[[0, 2]].float())
+
+
 def test_what_a_failing_expert_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other projection first, then those of the other experts; `down` has only its own kind."""
     monkeypatch.setattr(LayerCheck, "linear", lambda self, expert, name: (expert, name))

@@ -13,7 +13,7 @@ import torch
 
 import moeq
 from moeq.check.results import CheckReport, ExpertError, LayerReport, ProjectionResult, Sample, SelftestReport
-from moeq.check.run_check import open_both
+from moeq.check.run_check import CheckOptions, check_opened, open_both
 from moeq.check.sabotage import SABOTAGES, Sabotage
 from moeq.check.selftest import (
     OverlaySource,
@@ -340,7 +340,15 @@ def test_without_the_source_the_undamaged_files_are_the_reference(checkpoints, t
     convert(source, tmp_path / "out", moeq.Deployment(gpu=moeq.gpu("H100")), layout="marlin-wna16/1", force_layout=True)
     shutil.rmtree(source)
     monkeypatch.setattr("moeq.check.selftest.SABOTAGES", SABOTAGES[:1])
-    report = selftest(tmp_path / "out")
+    asked: list[CheckOptions] = []
+    monkeypatch.setattr(
+        "moeq.check.selftest.check_opened",
+        lambda opened, options: asked.append(options) or check_opened(opened, options),
+    )
+    report = selftest(tmp_path / "out", seed=5)
+    ways = [(one.digests, one.kernels, one.whole, one.layers or one.digest_layers) for one in asked]
+    assert ways == [(True, False, True, (0,)), (False, True, False, (0,))], "digests alone, then numbers alone"
+    assert (asked[1].seed, asked[1].tokens, asked[1].device) == (5, (33,), "auto")
     assert [result.caught for result in report.results] == [True] * 3
     assert report.false_alarms == ()
     assert report.results[-1].numeric == "refused: topk_weights is int64 [1, 1]; it must be floating point"
