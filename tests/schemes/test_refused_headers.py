@@ -43,6 +43,15 @@ BNB: Headers = {
     BNB_STATE: ("U8", (90,)),
 }
 
+AO_INT: Headers = {"_weight_qdata": ("I8", (32, 64)), "_weight_scale": ("F32", (32, 2)), "_weight_bits": ("U8", (0, 4))}
+AO_INT4: Headers = {
+    "_weight_qdata": ("U8", (32, 32)),
+    "_weight_scale": ("BF16", (2, 32)),
+    "_weight_zero_point": ("BF16", (2, 32)),
+    "_weight_int4": ("U8", (0, 1)),
+}
+AO_FP8: Headers = {"_weight_qdata": ("F8_E4M3", (32, 64)), "_weight_scale": ("F32", (32, 1))}
+
 GOOD: list[tuple[str, Headers, dict[str, Any], tuple[int, int, int]]] = [
     ("awq", AWQ, {"bits": 4}, (32, 64, 32)),
     ("awq", AWQ | {"qweight": ("I32", (64, 8)), "qzeros": ("I32", (2, 8))}, {"writer": "GPTQModel:4"}, (32, 64, 32)),
@@ -63,6 +72,20 @@ GOOD: list[tuple[str, Headers, dict[str, Any], tuple[int, int, int]]] = [
     ("w4afp8", W4AFP8, {}, (32, 256, 128)),
     ("w4afp8", {"weight": ("I8", (2, 32)), "weight_scale_inv": ("BF16", (2, 1))}, {}, (2, 64, 64)),
     ("bitsandbytes-4bit", BNB, {}, (32, 64, 64)),
+    ("torchao-int", AO_INT, {}, (32, 64, 32)),
+    ("torchao-int", AO_INT | {"_weight_scale": ("F32", (32, 1))}, {}, (32, 64, 64)),
+    ("torchao-int", AO_INT | {"_weight_scale": ("F32", (1, 1))}, {}, (32, 64, 64)),
+    ("torchao-int4", AO_INT4, {}, (32, 64, 32)),
+    (
+        "torchao-int4",
+        AO_INT4 | {"_weight_scale": ("BF16", (1, 32)), "_weight_zero_point": ("BF16", (1, 32))},
+        {},
+        (32, 64, 64),
+    ),
+    ("torchao-float8", AO_FP8, {}, (32, 64, 64)),
+    ("torchao-float8", AO_FP8 | {"_weight_scale": ("F32", (1, 1))}, {}, (32, 64, 64)),
+    ("torchao-float8", AO_FP8 | {"_weight_scale": ("F32", (2, 2))}, {}, (32, 64, 32)),
+    ("torchao-float8", AO_FP8 | {"_weight_scale": ("F32", (1, 2))}, {}, (32, 64, 32)),
 ]
 
 
@@ -76,6 +99,18 @@ def test_headers_without_a_fault(form: str, headers: Headers, declared: dict[str
 
 
 BAD: list[tuple[str, Headers, dict[str, Any], str]] = [
+    *(
+        ("torchao-int", AO_INT | {"_weight_scale": ("F32", shape)}, {}, f"_weight_scale is {list(shape)}, expected")
+        for shape in ((32, 0), (32, 3), (16, 2), (1, 2), (32,))
+    ),
+    *(
+        ("torchao-int4", AO_INT4 | {"_weight_scale": ("BF16", shape)}, {}, f"_weight_scale is {list(shape)}, expected")
+        for shape in ((0, 32), (3, 32), (2, 31), (64,))
+    ),
+    *(
+        ("torchao-float8", AO_FP8 | {"_weight_scale": ("F32", shape)}, {}, f"_weight_scale is {list(shape)}, expected")
+        for shape in ((0, 1), (1, 0), (3, 1), (1, 3), (32, 2))
+    ),
     ("awq", AWQ, {"bits": 8}, "4 words hold 32 codes of 4 bits, the config declares 8"),
     ("awq", AWQ | {"qzeros": ("I32", (3, 4))}, {}, "qzeros is [3, 4], expected [2, 4]"),
     ("awq", AWQ | {"qzeros": ("I16", (2, 4))}, {}, "qzeros is I16, expected I32"),
