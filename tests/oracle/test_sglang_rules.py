@@ -220,6 +220,12 @@ def test_weights_that_do_not_say_it_are_symmetric(layer: Row, expected: str) -> 
     assert decide(config, **layer) == expected
 
 
+def test_fp8_that_does_not_say_it_is_symmetric() -> None:
+    config = ct("float-quantized", TOKEN, **FLOAT, strategy="channel")
+    del config["config_groups"]["group_0"]["weights"]["symmetric"]
+    assert decide(config) == f"{CT8} triton None"
+
+
 F = "fp8 Fp8MoEMethod"
 FLOAT = {"num_bits": 8, "type": "float", "group_size": None}
 TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}

@@ -60,7 +60,8 @@ def test_quark_stores_groups_transposed_whatever_the_sizes(n: int) -> None:
     """Sixteen columns in two groups: words of nibbles along N, in AWQ's order; square matrices as others."""
     words = torch.zeros(16, n // 8, dtype=torch.int32)
     words[3, 0] = 1 << 16  # fifth nibble: column 1 of N
-    _, matrix = read("quark-int4", {"weight": words, "weight_scale": torch.arange(2.0 * n).reshape(2, n)}, bits=4)
+    found, matrix = read("quark-int4", {"weight": words, "weight_scale": torch.arange(2.0 * n).reshape(2, n)}, bits=4)
+    assert found.scheme.packing == "nibbles along N, transposed"
     assert (matrix.spec.n, matrix.spec.k, matrix.spec.group_size) == (n, 16, 8)
     expected = torch.full((n, 16), 8, dtype=torch.uint8)
     expected[1, 3] = 9
@@ -72,7 +73,8 @@ def test_quark_stores_channels_upright() -> None:
     words = torch.zeros(16, 2, dtype=torch.int32)
     words[3, 1] = 1
     parts = {"weight": words, "weight_scale": torch.arange(16.0).reshape(16, 1)}
-    _, matrix = read("quark-int4", parts, variant="order")
+    found, matrix = read("quark-int4", parts, variant="order")
+    assert found.scheme.packing == "nibbles along K"
     assert (matrix.spec.n, matrix.spec.k, matrix.codes[3, 8], matrix.codes.sum()) == (16, 16, 9, 8 * 256 + 1)
     assert torch.equal(matrix.scales, parts["weight_scale"])
 
