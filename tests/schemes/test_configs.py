@@ -228,6 +228,18 @@ def test_modelopt_mixed_by_container() -> None:
     assert declaration.resolve("model.layers.4.mlp.experts.7.down_proj") is None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("fp4", 4), ("int4", 4), ("uint4", 4), ("int8", 8), ("uint8", 8), ("fp8_e4m3", 8), ("int3", 3), ("int2", 2),
+     ("mx", None), ("another", None)],
+)  # fmt: skip
+def test_bits_of_quark_dtypes(dtype: str, bits: int | None) -> None:
+    weight = {"dtype": dtype, "qscheme": "per_group", "group_size": 32}
+    declared = read({"quant_method": "quark", "global_quant_config": {"weight": weight}}).resolve(EXPERT)
+    assert declared is not None
+    assert declared.bits == bits
+
+
 def test_quark_wildcards() -> None:
     weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
     table = {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": ["*self_attn*", "lm_head"]}
