@@ -133,6 +133,21 @@ def test_every_item_is_read_packed_and_written_once(monkeypatch: pytest.MonkeyPa
         assert {step: sorted(done) for step, done in steps.done.items()} == {step: [*range(9)] for step in steps.done}
 
 
+def test_an_interrupt_after_the_last_event_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes, calls = workers._Run.outcomes, []
+
+    def interrupted(run: Any) -> Any:
+        calls.append(run)
+        yield from outcomes(run)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers._Run, "outcomes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Steps(3).run(monkeypatch)
+    assert len(calls) == 2, "what is left was asked for, and came to an end"
+
+
 def test_a_reader_that_fails_stops_the_other_although_nobody_has_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(9, read=0)
     failing: list[threading.Thread] = []
