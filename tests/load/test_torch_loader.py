@@ -8,7 +8,6 @@ import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,23 +18,19 @@ import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES, CopiedLayer
 from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout
-from moeq.load import rank_reading, torch_loader
+from moeq.load import rank_reading
 from moeq.load.packed_sample import load_packed
 from moeq.load.rank_reading import Window, part_cuts, read_experts, read_shards
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import (
-    check_device,
     check_groups,
-    device_arch,
     expert_map,
     fill_parts,
     open_converted,
     read_parts,
-    require_arch,
     uneven_unit,
 )
 from moeq.matrix import MatrixSpec
-from moeq.update.layers import writable_layer
 from moeq_kernels import KernelUnsupportedError, fused_moe, prepare
 from moeq_kernels.hopper.w4a8.fold import folded
 
@@ -319,27 +314,6 @@ class TestRefusals:
         assert error.code == "answer.no-kernel"
         assert "--engine moeq" in (error.hint or "")
 
-    def test_a_gpu_of_another_architecture(self, converted) -> None:
-        checkpoint = open_converted(converted[self.name])
-        require_arch(checkpoint, "sm80")
-        with pytest.raises(MoeqError, match=r"converted for A100 \(sm80\), and this GPU is sm90") as caught:
-            require_arch(checkpoint, "sm90")
-        assert "--gpu sm90" in (caught.value.hint or "")
-
-    def test_the_architecture_of_a_device(self, converted, monkeypatch) -> None:
-        checkpoint = open_converted(converted[self.name])
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-        assert device_arch(torch.device("cuda")) == "sm90"
-        error = self.refused(checkpoint, 0, device="cuda")
-        assert (error.code, error.message) == (
-            "environment.gpu-mismatch",
-            f"{converted[self.name]} was converted for A100 (sm80), and this GPU is sm90",
-        )
-        monkeypatch.setattr("torch.version.hip", "7")
-        amd = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: amd)
-        assert device_arch(torch.device("cuda")) == "gfx942"
-
     def test_changed_bytes_on_request(self, converted, tmp_path) -> None:
         folder = tmp_path / "changed"
         shutil.copytree(converted[self.name], folder)
@@ -499,28 +473,3 @@ def test_experts_that_follow_each_other_are_not_copied(converted, monkeypatch) -
 def test_formats_that_engines_cut_in_uneven_blocks(name: str, unit: int | None, checkpoints) -> None:
     """Ranks of gpt-oss hold whole groups of 32, the last ones fewer; every other format is cut evenly."""
     assert uneven_unit(moeq.open(checkpoints / name), 0) == unit
-
-
-def test_the_gpu_is_compared_unless_that_is_turned_off(converted, monkeypatch) -> None:
-    compared: list[torch.device] = []
-    monkeypatch.setattr(torch_loader, "check_device", lambda checkpoint, device: compared.append(device))
-    for load in (moeq.load_tensors, moeq.load_experts, writable_layer):
-        load(converted["gptq-int4-g32-qwen3moe"], 0)
-        assert compared == [torch.device("cpu")], load
-        load(converted["gptq-int4-g32-qwen3moe"], 0, check_gpu=False)
-        assert compared == [torch.device("cpu")], load
-        compared.clear()
-
-
-def test_a_gpu_of_another_architecture_is_refused(converted, monkeypatch) -> None:
-    opened = open_converted(converted["gptq-int4-g32-qwen3moe"])
-    arch = opened.manifest.deployment["gpu"]["arch"]
-    for found in (arch, "sm70"):
-        monkeypatch.setattr(torch_loader, "device_arch", lambda device, found=found: found)
-        check_device(opened, torch.device("cpu"))
-        if found == arch:
-            check_device(opened, torch.device("cuda"))
-            continue
-        with pytest.raises(MoeqError, match=rf"\({arch}\), and this GPU is sm70") as refused:
-            check_device(opened, torch.device("cuda"))
-        assert refused.value.code == "environment.gpu-mismatch"

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -112,32 +114,21 @@ def of_mma() -> Iterator[tuple[str, str]]:
         yield f"{name}, {tokens} tokens, {target}", compile_one(specialise(launch), found.gpu)
 
 
-def of_words() -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of Hopper's products of packed weights and 16-bit activations."""
-    from support.compile import w4a16
-
-    cases = {case.name: case for case in w4a16.cases()}
-    yield from ((name, w4a16.compile_case(cases[name])) for name in WORDS)
-
-
-def of_bytes() -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of Hopper's products of bytes."""
-    from support.compile import w8a8
-
-    cases = {case.name: case for case in w8a8.cases()}
-    yield from ((name, w8a8.compile_case(cases[name])) for name in BYTES)
+def of_hopper(module: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of some products for Hopper, builds of a module of `support.compile`."""
+    compiler = import_module(f"support.compile.{module}")
+    cases = {case.name: case for case in compiler.cases()}
+    yield from ((name, compiler.compile_case(cases[name])) for name in names)
 
 
-def of_w4a8() -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of Hopper's products of 4-bit weights and e4m3 activations."""
-    from support.compile import w4a8
-
-    cases = {case.name: case for case in w4a8.cases()}
-    yield from ((name, w4a8.compile_case(cases[name])) for name in W4A8)
-
-
-#: Parts of the file.
-PARTS = {"portable": of_portable, "words": of_words, "bytes": of_bytes, "w4a8": of_w4a8}
+#: Parts of the file: kernels for all GPUs, and Hopper's products of packed weights and 16-bit activations, of bytes,
+#: and of 4-bit weights and e4m3 activations.
+PARTS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
+    "portable": of_portable,
+    "words": partial(of_hopper, "w4a16", WORDS),
+    "bytes": partial(of_hopper, "w8a8", BYTES),
+    "w4a8": partial(of_hopper, "w4a8", W4A8),
+}
 
 
 def digests(parts: Sequence[str]) -> dict[str, dict[str, str]]:
